@@ -1,0 +1,1 @@
+"""Reading models: safetensors, GGUF, quantised layouts, tokenizers, chat templates."""

@@ -1,0 +1,1 @@
+"""Variant matrix, programs, canonical graphs, artifacts, the store, the manifest."""

@@ -1,0 +1,143 @@
+"""The vocabulary of trnc as frozen dataclasses. Imports nothing of ours.
+
+`StepPlan` is the line between the host and the device: the scheduler writes one in plain data, the
+catalog turns it into a `VariantKey`, and the executor runs that variant's program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+Step = Literal["prefill", "decode"]
+Sampling = Literal["greedy", "sample"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_LOGPROBS = 20  # the width of the logprobs stage; OpenAI's own limit
+MAX_LOGIT_BIAS = 512  # the width of the logit_bias stage; entries above are a 400
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class VariantKey:
+    """Names one compiled variant. A default of a feature means "absent from the graph".
+
+    `tokens` is the static number of token rows, `rows` of sequences.
+    """
+
+    step: Step
+    tokens: int
+    rows: int
+    sampling: Sampling = "greedy"
+    logprobs: bool = False
+    logit_bias: bool = False
+
+    def __str__(self) -> str:
+        """Return e.g. `prefill-256x4/sample+logprobs`."""
+        flags = "".join(f"+{f}" for f in ("logprobs", "logit_bias") if getattr(self, f))
+        size = f"{self.tokens}x{self.rows}" if self.step == "prefill" else f"{self.rows}"
+        return f"{self.step}-{size}/{self.sampling}{flags}"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request picks its tokens. The order of the filters is DESIGN §5.
+
+    `temperature` 0 is greedy; `top_k` 0 means all; `seed` is always set (the API process draws one
+    when the client gives none), so every request can be replayed. `logprobs` is None for none,
+    otherwise how many alternatives (0..MAX_LOGPROBS) are returned beside the chosen token's.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def mode(self) -> Sampling:
+        """The sampling mode that this request needs from a variant."""
+        return "greedy" if self.temperature == 0.0 else "sample"
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePlan:
+    """One sequence's share of a step.
+
+    `slot` is its row in the device state. `token_ids` are computed at positions
+    `start .. start + count - 1`; where `token_ids` is None the one token is read from the device
+    (the last one sampled in `slot`), so that a step can be planned before the last one is read.
+    `pages` cover positions `0 .. start + count - 1`. If `sample`, the step picks the token that
+    follows, as output number `output_index` of the request (the noise depends on it).
+    """
+
+    slot: int
+    start: int
+    count: int
+    token_ids: tuple[int, ...] | None
+    pages: tuple[int, ...]
+    sample: bool
+    output_index: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One call of the device, in plain data. Sequences are laid out in this order, no gaps."""
+
+    step: Step
+    sequences: tuple[SequencePlan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logs, of the raw logits: the chosen token's and the top ones', best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step picked: one entry for each sequence of the plan, None where it did not sample."""
+
+    tokens: tuple[int | None, ...]
+    logprobs: tuple[TokenLogprobs | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorInfo:
+    """What the scheduler must know of an executor. Page 0 is never handed out: padding uses it."""
+
+    max_rows: int
+    max_prefill_tokens: int
+    max_context: int
+    page_size: int
+    num_pages: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = field(default=())
+
+
+class StepHandle(Protocol):
+    """A step in flight."""
+
+    def result(self) -> StepResult:
+        """Wait for the step and return what it picked; raises what the step raised."""
+
+
+class Executor(Protocol):
+    """Runs steps one after the other, in the order of `submit`; owned by one thread."""
+
+    @property
+    def info(self) -> ExecutorInfo:
+        """The limits that plans must keep."""
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """Queue one step and return at once."""
+
+    def compiles_after_ready(self) -> int:
+        """Return how many stages were compiled since the executor said it was ready."""
+
+    def close(self) -> None:
+        """Free the device and join what runs."""

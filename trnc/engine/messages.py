@@ -1,0 +1,129 @@
+"""What crosses the process boundary between the API process and an engine, as msgspec structs.
+
+The API process encodes `ToEngine`, the engine encodes `ToApi`, both as MessagePack in one ZeroMQ
+frame. This module and `checkpoint.tokenizer` are all that the API process may import from below;
+neither imports torch.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from trnc.core import FinishReason, SamplingParams, TokenLogprobs
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Start a request. Token ids are checked by the sender; the engine checks the limits.
+
+    `resume_ids` are output tokens that the client already has (from an engine that died): they are
+    recomputed as context, are not sent again, and count towards `max_tokens` and the output index.
+    `stop_token_ids` end the text (the eos ids are among them unless the request ignores eos).
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    resume_ids: tuple[int, ...] = ()
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Forget a request; its row and pages are free from the next step on. No answer is sent."""
+
+    request_id: str
+
+
+class GetStats(msgspec.Struct, frozen=True, tag=True):
+    """Ask for a `Stats` at once (one is also sent about every second while there is work)."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Stop after the current step and exit with 0."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine serves from now on; nothing is traced or compiled after this.
+
+    `timings` maps a part of the start to its seconds, in order. `features` are the flags that the
+    loaded variants have.
+    """
+
+    max_rows: int
+    max_context: int
+    page_size: int
+    num_pages: int
+    vocab_size: int
+    timings: dict[str, float]
+    features: tuple[str, ...] = ()
+
+
+class Starting(msgspec.Struct, frozen=True, tag=True):
+    """Progress of a start, for people: one line, such as `loading 19 artifacts`."""
+
+    line: str
+
+
+class Delta(msgspec.Struct, frozen=True, tag=True):
+    """New tokens of one request, in order. The last one has a `finish_reason`.
+
+    The token that ended the text (eos or a stop id) is in `token_ids` too, as `stop_token_id`.
+    `logprobs` is as long as `token_ids` when the request asked for them, else empty.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    cached_tokens: int = 0
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The engine refused or lost one request; the others go on."""
+
+    request_id: str
+    message: str
+    param: str | None = None
+
+
+class Stats(msgspec.Struct, frozen=True, tag=True):
+    """Counters since the start, and gauges of now. Times are in seconds."""
+
+    running: int
+    waiting: int
+    free_pages: int
+    total_pages: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    finished: int
+    preemptions: int
+    prefill_steps: int
+    decode_steps: int
+    device_seconds: float
+    host_seconds: float
+    compiles_after_ready: int
+
+
+ToEngine = Submit | Abort | GetStats | Shutdown
+ToApi = Ready | Starting | Delta | Failed | Stats
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_to_api = msgspec.msgpack.Decoder(ToApi)
+
+
+def encode(message: ToEngine | ToApi) -> bytes:
+    """Return the message as one MessagePack frame."""
+    return _encoder.encode(message)
+
+
+def decode_to_engine(frame: bytes) -> ToEngine:
+    """Return the message that an API process sent; raises msgspec.DecodeError if it is not one."""
+    return _to_engine.decode(frame)
+
+
+def decode_to_api(frame: bytes) -> ToApi:
+    """Return the message that an engine sent; raises msgspec.DecodeError if it is not one."""
+    return _to_api.decode(frame)

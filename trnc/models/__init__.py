@@ -1,0 +1,1 @@
+"""Pure step functions, cut into stages, and the layers that they share."""

@@ -1,0 +1,1 @@
+"""Our own operators: each has a plain-torch reference and its CPU kernels."""

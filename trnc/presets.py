@@ -1,0 +1,133 @@
+"""Presets: TOML files that name one static configuration, as frozen, validated dataclasses."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from trnc.errors import ConfigError, nearest
+
+KvDtype = Literal["float32", "float16", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """One static configuration. Everything here shapes the variant matrix or its memory.
+
+    `decode_rows` and `prefill_tokens` are the buckets, ascending; a step runs in the smallest one
+    that holds it. `max_context` is the most tokens (prompt + output) of one sequence and
+    `page_size` the keys of one KV page (also the attention block: it is part of the bits).
+    `kv_memory_mib` is what the KV pages may take; 0 means "as much as max_rows full contexts
+    need, but at most half of the memory that is free when the weights are loaded".
+    """
+
+    name: str
+    description: str
+    decode_rows: tuple[int, ...]
+    prefill_tokens: tuple[int, ...]
+    max_context: int
+    page_size: int = 32
+    kv_dtype: KvDtype = "float16"
+    kv_memory_mib: int = 0
+    logprobs: bool = True
+    logit_bias: bool = True
+
+    @property
+    def max_rows(self) -> int:
+        """The most sequences that run at once."""
+        return self.decode_rows[-1]
+
+    @property
+    def max_prefill_tokens(self) -> int:
+        """The most tokens of one prefill step."""
+        return self.prefill_tokens[-1]
+
+    @property
+    def max_pages(self) -> int:
+        """The width of a block table: the pages of one full context."""
+        return -(-self.max_context // self.page_size)
+
+
+def preset_names() -> list[str]:
+    """Return the names of the presets that ship with trnc, sorted."""
+    root = resources.files("trnc") / "presets"
+    return sorted(p.name.removesuffix(".toml") for p in root.iterdir() if p.name.endswith(".toml"))
+
+
+def load_preset(name_or_path: str) -> Preset:
+    """Load a shipped preset by name, or any preset by the path of its `.toml` file.
+
+    Raises:
+        ConfigError: no such preset, a bad TOML file, or a key or value that is not valid; the
+            message names the key and the nearest valid one.
+    """
+    path = Path(name_or_path)
+    if path.suffix == ".toml":
+        if not path.is_file():
+            raise ConfigError(f"--preset {name_or_path}: no such file")
+        return parse_preset(path.read_text(), name=path.stem)
+    if name_or_path not in preset_names():
+        known = ", ".join(preset_names())
+        raise ConfigError(
+            f"--preset {name_or_path}: no such preset.{nearest(name_or_path, preset_names())}"
+            f" Shipped presets: {known}; or give the path of a .toml file."
+        )
+    resource = resources.files("trnc") / "presets" / f"{name_or_path}.toml"
+    return parse_preset(resource.read_text(), name=name_or_path)
+
+
+def parse_preset(text: str, *, name: str) -> Preset:
+    """Parse and validate the text of a preset. Raises ConfigError naming the key."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"preset '{name}' is not valid TOML: {error}") from None
+    known = {f.name for f in fields(Preset)} - {"name"}
+    for key in table:
+        if key not in known:
+            raise ConfigError(f"preset '{name}': unknown key '{key}'.{nearest(key, known)}")
+    values = {key: _typed(name, key, value) for key, value in table.items()}
+    try:
+        preset = Preset(name=name, **values)
+    except TypeError as error:
+        raise ConfigError(f"preset '{name}': {str(error).removeprefix('Preset.__init__() ')}") from None
+    _validate(preset)
+    return preset
+
+
+def _typed(name: str, key: str, value: Any) -> Any:
+    """Check one TOML value against the annotation of the field it sets."""
+    wanted = get_type_hints(Preset)[key]
+    if wanted == tuple[int, ...]:
+        if isinstance(value, list) and value and all(type(v) is int for v in value):
+            return tuple(value)
+        raise ConfigError(f"preset '{name}': '{key}' must be a list of integers, got {value!r}")
+    if wanted is KvDtype:
+        choices = KvDtype.__args__  # type: ignore[attr-defined]
+        if value in choices:
+            return value
+        raise ConfigError(
+            f"preset '{name}': '{key}' must be one of {', '.join(choices)}, got {value!r}"
+        )
+    if type(value) is not wanted:
+        raise ConfigError(f"preset '{name}': '{key}' must be {wanted.__name__}, got {value!r}")
+    return value
+
+
+def _validate(preset: Preset) -> None:
+    def check(ok: bool, key: str, rule: str) -> None:
+        if not ok:
+            got = getattr(preset, key)
+            raise ConfigError(f"preset '{preset.name}': '{key}' must be {rule}, got {got}")
+
+    for key in ("decode_rows", "prefill_tokens"):
+        sizes = getattr(preset, key)
+        check(sizes == tuple(sorted(set(sizes))) and sizes[0] >= 1, key, "ascending and positive")
+    check(preset.max_rows <= 256, "decode_rows", "at most 256")
+    check(preset.max_prefill_tokens <= 8192, "prefill_tokens", "at most 8192")
+    check(preset.page_size in (16, 32, 64), "page_size", "16, 32 or 64")
+    check(preset.max_context >= preset.page_size, "max_context", "at least one page")
+    check(preset.kv_memory_mib >= 0, "kv_memory_mib", "0 (automatic) or more")

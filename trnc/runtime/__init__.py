@@ -1,0 +1,1 @@
+"""Catalog, executor and device state: what runs compiled programs."""

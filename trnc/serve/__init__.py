@@ -1,0 +1,1 @@
+"""The HTTP server: a composition root, and one package per API."""
