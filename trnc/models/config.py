@@ -1,0 +1,394 @@
+"""The shape of a model: every number that its graphs depend on, and nothing else.
+
+No checkpoint name, path or weight format is in here, so that two fine-tunes of one architecture
+have equal configs and share every artifact. Both readers (Hugging Face `config.json` and GGUF
+metadata) refuse what the step functions cannot compute: a field that would change the numbers is
+never ignored. Imports no torch: the API process needs `max_position`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trnc.checkpoint.gguf_file import GgufFile
+from trnc.checkpoint.source import Source
+from trnc.errors import CheckpointError, nearest
+
+RopeKind = Literal["none", "linear", "llama3", "yarn", "factors"]
+
+_HF_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+_GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_HF_DEFAULT_MAX_POSITION = {
+    "LlamaForCausalLM": 2048,
+    "MistralForCausalLM": 131072,
+    "Qwen2ForCausalLM": 32768,
+    "Qwen3ForCausalLM": 32768,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding over half-split pairs (d, d + dim/2) of the first `dim` head dimensions.
+
+    The numbers that a `kind` does not use keep their defaults, so equal rotations compare equal.
+    `attention_factor` multiplies cos and sin (YaRN). `factors` [dim/2] divide the frequencies
+    (kind "factors": how GGUF stores the llama3 scaling).
+    """
+
+    theta: float
+    dim: int
+    kind: RopeKind = "none"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 0.0
+    high_freq_factor: float = 0.0
+    beta_fast: float = 0.0
+    beta_slow: float = 0.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder of the llama family: RMSNorm, GQA attention with rope, a gated SiLU MLP.
+
+    `qk_norm` is a per-head RMSNorm on q and k before rope. `max_position` is the longest context
+    in tokens that the checkpoint declares. `sliding_window` is None where attention sees the whole
+    context; otherwise the model is computed exactly only up to that many tokens, and the engine
+    must refuse a longer `max_context`.
+    """
+
+    architecture: Literal["llama"]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_eps: float
+    rope: RopeConfig
+    qk_norm: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    tie_embeddings: bool
+    max_position: int
+    sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise CheckpointError where the numbers cannot be those of one model."""
+        if self.num_heads % self.num_kv_heads:
+            raise CheckpointError(
+                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads evenly"
+            )
+        if self.head_dim % 2:
+            raise CheckpointError(f"head_dim {self.head_dim} is odd: rope rotates pairs")
+
+
+def load_config(source: Source) -> ModelConfig:
+    """Read the config of a resolved model. Raises CheckpointError naming the file and the field."""
+    try:
+        if source.kind == "gguf":
+            with GgufFile(source.path) as file:
+                return from_gguf(file)
+        return from_hf(json.loads((source.path / "config.json").read_text()))
+    except CheckpointError as error:
+        raise CheckpointError(f"{source.path}: {error}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{source.path}/config.json is not valid JSON: {error}") from None
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+
+def from_hf(table: Mapping[str, Any]) -> ModelConfig:
+    """Return the config that a Hugging Face `config.json` (transformers 4 or 5) describes.
+
+    Raises:
+        CheckpointError: an architecture, activation, rope scaling or quantisation that is not
+            supported, or a required field that is missing or of the wrong type.
+    """
+    architecture = _hf_architecture(table)
+    _refuse_hf(table)
+    heads = _integer(table, "num_attention_heads")
+    hidden = _integer(table, "hidden_size")
+    # Qwen3 is the one class whose default head_dim is a number of its own.
+    derived = 128 if architecture == "Qwen3ForCausalLM" else hidden // heads
+    head_dim = _integer(table, "head_dim", derived)
+    max_position = _integer(
+        table, "max_position_embeddings", _HF_DEFAULT_MAX_POSITION[architecture]
+    )
+    bias = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and bool(
+        table.get("attention_bias", False)
+    )
+    return ModelConfig(
+        architecture="llama",
+        vocab_size=_integer(table, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=_integer(table, "intermediate_size"),
+        num_layers=_integer(table, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=_integer(table, "num_key_value_heads", heads),
+        head_dim=head_dim,
+        rms_eps=_number(table, "rms_norm_eps", 1e-6),
+        rope=_hf_rope(table, head_dim, max_position),
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        qkv_bias=bias or architecture == "Qwen2ForCausalLM",
+        output_bias=bias,
+        mlp_bias=architecture == "LlamaForCausalLM" and bool(table.get("mlp_bias", False)),
+        tie_embeddings=bool(table.get("tie_word_embeddings", False)),
+        max_position=max_position,
+        sliding_window=_hf_sliding_window(table, architecture, max_position),
+    )
+
+
+def _hf_architecture(table: Mapping[str, Any]) -> str:
+    names = table.get("architectures")
+    if not isinstance(names, list) or len(names) != 1:
+        raise CheckpointError(f"'architectures' must name one class, got {names!r}")
+    name = str(names[0])
+    if name in _HF_ARCHITECTURES:
+        return name
+    if name == "SmolLM3ForCausalLM":
+        raise CheckpointError(
+            "'architectures' is SmolLM3ForCausalLM: layers without rope ('no_rope_layers') are not"
+            " supported yet"
+        )
+    raise CheckpointError(
+        f"'architectures' is {name}, which is not supported.{nearest(name, _HF_ARCHITECTURES)}"
+        f" Supported: {', '.join(_HF_ARCHITECTURES)}."
+    )
+
+
+def _refuse_hf(table: Mapping[str, Any]) -> None:
+    """Raise for fields that change the numbers and that no step function computes."""
+    activation = table.get("hidden_act", "silu")
+    if activation != "silu":
+        raise CheckpointError(f"'hidden_act' is {activation!r}; only 'silu' is supported")
+    if table.get("quantization_config"):
+        method = table["quantization_config"].get("quant_method", "unknown")
+        raise CheckpointError(
+            f"'quantization_config' is {method!r}: quantised safetensors are not supported; use"
+            " the unquantised checkpoint or a GGUF file"
+        )
+    if table.get("partial_rotary_factor", 1.0) != 1.0:
+        raise CheckpointError("'partial_rotary_factor' other than 1.0 is not supported")
+    if table.get("no_rope_layers"):
+        raise CheckpointError("'no_rope_layers': layers without rope are not supported yet")
+
+
+def _hf_sliding_window(
+    table: Mapping[str, Any], architecture: str, max_position: int
+) -> int | None:
+    """Return the window of any layer that has one. Layers are not told apart: the least counts."""
+    if architecture == "LlamaForCausalLM":
+        return None
+    if architecture == "MistralForCausalLM":
+        window = table.get("sliding_window", 4096)
+    else:
+        used = bool(table.get("use_sliding_window", False))
+        layers = table.get("layer_types")
+        if layers is not None:
+            used = used and "sliding_attention" in layers
+        window = table.get("sliding_window", 4096) if used else None
+    if window is None or window >= max_position:
+        return None
+    return int(window)
+
+
+def _hf_rope(table: Mapping[str, Any], head_dim: int, max_position: int) -> RopeConfig:
+    """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (4)."""
+    name = "rope_parameters" if table.get("rope_parameters") else "rope_scaling"
+    scaling = dict(table.get(name) or {})
+    if any(isinstance(value, dict) for value in scaling.values()):
+        raise CheckpointError(f"'{name}' differs between layers, which is not supported")
+    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
+        raise CheckpointError(f"'{name}.partial_rotary_factor' other than 1.0 is not supported")
+    theta = _number(scaling, "rope_theta", _number(table, "rope_theta", 10000.0))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    # A number outside the scaling table wins, as in transformers.
+    original = table.get("original_max_position_embeddings") or scaling.get(
+        "original_max_position_embeddings", max_position
+    )
+    try:
+        return _rope(kind, theta, head_dim, scaling, int(original), max_position)
+    except CheckpointError as error:
+        raise CheckpointError(f"'{name}': {error}") from None
+
+
+def _rope(
+    kind: str,
+    theta: float,
+    dim: int,
+    scaling: Mapping[str, Any],
+    original: int,
+    max_position: int,
+) -> RopeConfig:
+    if kind in ("default", "none"):
+        return RopeConfig(theta=theta, dim=dim)
+    if kind == "linear":
+        return RopeConfig(theta=theta, dim=dim, kind="linear", factor=_number(scaling, "factor"))
+    if kind == "llama3":
+        low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+        if low >= high:
+            raise CheckpointError("'low_freq_factor' must be less than 'high_freq_factor'")
+        return RopeConfig(
+            theta=theta,
+            dim=dim,
+            kind="llama3",
+            factor=_number(scaling, "factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
+            original_max_position=original,
+        )
+    if kind == "yarn":
+        factor = _number(scaling, "factor", max_position / original)
+        return RopeConfig(
+            theta=theta,
+            dim=dim,
+            kind="yarn",
+            factor=factor,
+            beta_fast=_number(scaling, "beta_fast", 32.0),
+            beta_slow=_number(scaling, "beta_slow", 1.0),
+            truncate=bool(scaling.get("truncate", True)),
+            attention_factor=_yarn_attention_factor(scaling, factor),
+            original_max_position=original,
+        )
+    known = ("default", "linear", "llama3", "yarn")
+    raise CheckpointError(
+        f"rope scaling {kind!r} is not supported.{nearest(str(kind), known)}"
+        f" Supported: {', '.join(known)}."
+    )
+
+
+def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
+    """Return what cos and sin are multiplied by: YaRN (arXiv 2309.00071) eq. 22, and mscale."""
+    given = scaling.get("attention_factor")
+    if given is not None:
+        return float(given)
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
+
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return mscale(float(scaling["mscale"])) / mscale(float(scaling["mscale_all_dim"]))
+    return mscale(1.0)
+
+
+# --- GGUF -----------------------------------------------------------------------------------------
+
+
+def from_gguf(file: GgufFile) -> ModelConfig:
+    """Return the config that the metadata and the tensor list of a GGUF file describe.
+
+    The tensor list tells what the metadata does not: a tied head (no `output.weight`), biases,
+    q/k norms, and frequency factors of rope.
+
+    Raises:
+        CheckpointError: an architecture or rope scaling that is not supported, experts, or a
+            required key that is missing or of the wrong type.
+    """
+    meta = file.metadata
+    arch = str(meta.get("general.architecture"))
+    if arch not in _GGUF_ARCHITECTURES:
+        raise CheckpointError(
+            f"'general.architecture' is '{arch}', which is not supported."
+            f"{nearest(arch, _GGUF_ARCHITECTURES)} Supported: {', '.join(_GGUF_ARCHITECTURES)}."
+        )
+    if meta.get(f"{arch}.expert_count", 0):
+        raise CheckpointError(f"'{arch}.expert_count': mixture-of-experts models are not supported")
+    if "token_embd.weight" not in file.tensors:
+        raise CheckpointError("tensor 'token_embd.weight' is missing")
+    heads = _integer(meta, f"{arch}.attention.head_count")
+    hidden = _integer(meta, f"{arch}.embedding_length")
+    head_dim = _integer(meta, f"{arch}.attention.key_length", hidden // heads)
+    if _integer(meta, f"{arch}.attention.value_length", head_dim) != head_dim:
+        raise CheckpointError(f"'{arch}.attention.value_length' must equal the key length")
+    max_position = _integer(meta, f"{arch}.context_length")
+    window = meta.get(f"{arch}.attention.sliding_window") or None
+    return ModelConfig(
+        architecture="llama",
+        vocab_size=file.tensors["token_embd.weight"].shape[0],
+        hidden_size=hidden,
+        intermediate_size=_integer(meta, f"{arch}.feed_forward_length"),
+        num_layers=_integer(meta, f"{arch}.block_count"),
+        num_heads=heads,
+        num_kv_heads=_integer(meta, f"{arch}.attention.head_count_kv", heads),
+        head_dim=head_dim,
+        # The metadata holds an f32, and transformers computes with the decimal that it stands for.
+        rms_eps=float(f"{_number(meta, f'{arch}.attention.layer_norm_rms_epsilon'):.7g}"),
+        rope=_gguf_rope(file, arch, head_dim, max_position),
+        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        output_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_down.bias" in file.tensors,
+        tie_embeddings="output.weight" not in file.tensors,
+        max_position=max_position,
+        sliding_window=int(window) if window and window < max_position else None,
+    )
+
+
+def _gguf_rope(file: GgufFile, arch: str, head_dim: int, max_position: int) -> RopeConfig:
+    meta = file.metadata
+    if _integer(meta, f"{arch}.rope.dimension_count", head_dim) != head_dim:
+        raise CheckpointError(f"'{arch}.rope.dimension_count' other than head_dim is not supported")
+    theta = _number(meta, f"{arch}.rope.freq_base", 10000.0)
+    kind = str(meta.get(f"{arch}.rope.scaling.type", "none"))
+    prefix = f"{arch}.rope.scaling."
+    scaling = {key.removeprefix(prefix): v for key, v in meta.items() if key.startswith(prefix)}
+    for key in ("beta_fast", "beta_slow"):
+        if f"yarn_{key}" in scaling:
+            scaling[key] = scaling[f"yarn_{key}"]
+    original = int(scaling.get("original_context_length", max_position))
+    # An attn_factor is multiplied onto YaRN's own factor; only 1 means the same everywhere.
+    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+        if scaling.get(key, 1.0) != 1.0:
+            raise CheckpointError(f"'{prefix}{key}' other than 1.0 is not supported")
+    if scaling.get("yarn_log_multiplier", 0.0) != 0.0:
+        raise CheckpointError(f"'{prefix}yarn_log_multiplier' is not supported")
+    try:
+        rope = _rope(kind, theta, head_dim, scaling, original, max_position)
+    except CheckpointError as error:
+        raise CheckpointError(f"'{prefix}type': {error}") from None
+    if "rope_freqs.weight" not in file.tensors:
+        return rope
+    factors = file.floats("rope_freqs.weight")
+    if rope.kind != "none" or len(factors) != head_dim // 2:
+        raise CheckpointError(f"tensor 'rope_freqs.weight' does not fit rope scaling '{kind}'")
+    return RopeConfig(theta=theta, dim=head_dim, kind="factors", factors=factors)
+
+
+# --- fields ---------------------------------------------------------------------------------------
+
+
+def _integer(table: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = table.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise CheckpointError(f"'{key}' is missing")
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"'{key}' must be a positive integer, got {value!r}")
+    return value
+
+
+def _number(table: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = table.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise CheckpointError(f"'{key}' is missing")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise CheckpointError(f"'{key}' must be a positive number, got {value!r}")
+    return float(value)
