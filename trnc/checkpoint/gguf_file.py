@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,19 +21,7 @@ from trnc.errors import CheckpointError
 
 _MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 
 # ggml type number -> (name, values in a block, bytes of a block): the ones that are kept as stored.
 _NATIVE_TYPES = {
@@ -88,10 +76,8 @@ class GgufFile:
 
     def close(self) -> None:
         """Unmap the file, unless views of it are alive: then it is unmapped with the last one."""
-        try:
+        with suppress(BufferError):
             self._map.close()
-        except BufferError:
-            pass
 
     def __enter__(self) -> Self:
         """Return the file; it is closed at the end of the block."""

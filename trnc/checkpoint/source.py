@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -120,12 +121,10 @@ def _hub(model: str, report: Report, *, local_first: bool) -> Source:
         return Path(folder)
 
     if local_first:
-        try:
+        with suppress(Exception):  # not here yet: the download below says what is wrong
             path = snapshot(local=True)
             if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
                 return Source("folder", path, model)
-        except Exception:  # noqa: S110 - not here yet: the download below says what is wrong
-            pass
     report(f"downloading {model} into {HF_HUB_CACHE}")
     try:
         path = snapshot(local=False)

@@ -7,7 +7,7 @@ is tied. A weight is loaded when it is asked for, so a dequantised model is neve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -54,7 +54,8 @@ class WeightShapes(Protocol):
 class Weights(Mapping[str, Weight]):
     """Canonical name -> matrix (a layout) or vector (f32 Tensor [n]), loaded at each access."""
 
-    def __init__(self, names: list[str], load: Callable[[str], Weight]) -> None:
+    def __init__(self, *, names: Sequence[str], load: Callable[[str], Weight]) -> None:
+        """Take the names in the order of the computation, and what loads one."""
         self._names = dict.fromkeys(names)
         self._load = load
 
@@ -208,7 +209,7 @@ def _open_folder(
         tensor = folder.tensor(_folder_name(name))
         return Dense(tensor) if tensor.ndim == 2 else tensor.float()
 
-    return Weights(list(expected), load)
+    return Weights(names=list(expected), load=load)
 
 
 # --- GGUF -----------------------------------------------------------------------------------------
@@ -252,7 +253,7 @@ def _open_gguf(
         index = _half_split_rows(expected[name][0], config.head_dim)
         return weight[index] if isinstance(weight, Tensor) else weight.permute_rows(index)
 
-    return Weights(list(expected), load)
+    return Weights(names=list(expected), load=load)
 
 
 def _half_split_rows(rows: int, head_dim: int) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from trnc.checkpoint.gguf_file import GgufFile
@@ -221,31 +221,27 @@ def _hf_rope(table: Mapping[str, Any], head_dim: int, max_position: int) -> Rope
     original = table.get("original_max_position_embeddings") or scaling.get(
         "original_max_position_embeddings", max_position
     )
+    base = RopeConfig(theta=theta, dim=head_dim)
     try:
-        return _rope(kind, theta, head_dim, scaling, int(original), max_position)
+        return _scaled(base, str(kind), scaling, int(original), max_position)
     except CheckpointError as error:
         raise CheckpointError(f"'{name}': {error}") from None
 
 
-def _rope(
-    kind: str,
-    theta: float,
-    dim: int,
-    scaling: Mapping[str, Any],
-    original: int,
-    max_position: int,
+def _scaled(
+    base: RopeConfig, kind: str, scaling: Mapping[str, Any], original: int, max_position: int
 ) -> RopeConfig:
+    """Return `base` with the numbers of one kind of scaling."""
     if kind in ("default", "none"):
-        return RopeConfig(theta=theta, dim=dim)
+        return base
     if kind == "linear":
-        return RopeConfig(theta=theta, dim=dim, kind="linear", factor=_number(scaling, "factor"))
+        return replace(base, kind="linear", factor=_number(scaling, "factor"))
     if kind == "llama3":
         low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
         if low >= high:
             raise CheckpointError("'low_freq_factor' must be less than 'high_freq_factor'")
-        return RopeConfig(
-            theta=theta,
-            dim=dim,
+        return replace(
+            base,
             kind="llama3",
             factor=_number(scaling, "factor"),
             low_freq_factor=low,
@@ -254,9 +250,8 @@ def _rope(
         )
     if kind == "yarn":
         factor = _number(scaling, "factor", max_position / original)
-        return RopeConfig(
-            theta=theta,
-            dim=dim,
+        return replace(
+            base,
             kind="yarn",
             factor=factor,
             beta_fast=_number(scaling, "beta_fast", 32.0),
@@ -267,7 +262,7 @@ def _rope(
         )
     known = ("default", "linear", "llama3", "yarn")
     raise CheckpointError(
-        f"rope scaling {kind!r} is not supported.{nearest(str(kind), known)}"
+        f"rope scaling '{kind}' is not supported.{nearest(kind, known)}"
         f" Supported: {', '.join(known)}."
     )
 
@@ -351,6 +346,7 @@ def _gguf_rope(file: GgufFile, arch: str, head_dim: int, max_position: int) -> R
         if f"yarn_{key}" in scaling:
             scaling[key] = scaling[f"yarn_{key}"]
     original = int(scaling.get("original_context_length", max_position))
+    base = RopeConfig(theta=theta, dim=head_dim)
     # An attn_factor is multiplied onto YaRN's own factor; only 1 means the same everywhere.
     for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
         if scaling.get(key, 1.0) != 1.0:
@@ -358,7 +354,7 @@ def _gguf_rope(file: GgufFile, arch: str, head_dim: int, max_position: int) -> R
     if scaling.get("yarn_log_multiplier", 0.0) != 0.0:
         raise CheckpointError(f"'{prefix}yarn_log_multiplier' is not supported")
     try:
-        rope = _rope(kind, theta, head_dim, scaling, original, max_position)
+        rope = _scaled(base, kind, scaling, original, max_position)
     except CheckpointError as error:
         raise CheckpointError(f"'{prefix}type': {error}") from None
     if "rope_freqs.weight" not in file.tensors:
@@ -366,7 +362,7 @@ def _gguf_rope(file: GgufFile, arch: str, head_dim: int, max_position: int) -> R
     factors = file.floats("rope_freqs.weight")
     if rope.kind != "none" or len(factors) != head_dim // 2:
         raise CheckpointError(f"tensor 'rope_freqs.weight' does not fit rope scaling '{kind}'")
-    return RopeConfig(theta=theta, dim=head_dim, kind="factors", factors=factors)
+    return replace(base, kind="factors", factors=factors)
 
 
 # --- fields ---------------------------------------------------------------------------------------
