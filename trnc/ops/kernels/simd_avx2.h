@@ -1,0 +1,123 @@
+// simd.h on AVX2, FMA and F16C.
+#pragma once
+
+#include <immintrin.h>
+
+namespace trnc {
+
+constexpr bool kWide = false;
+
+struct F32x16 { __m256 lo, hi; };
+struct I32x16 { __m256i lo, hi; };
+struct Bytes64 { __m256i lo, hi; };
+
+namespace detail {
+// All ones in lane i where bit i of the mask is set.
+inline __m256i lanes_of(int mask) {
+  const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(mask), bits), bits);
+}
+inline __m256i low_lanes(int n) { return lanes_of(first_lanes(n) & 0xff); }
+inline __m256i high_lanes(int n) { return lanes_of(first_lanes(n) >> 8); }
+inline Mask mask_of(__m256 lo, __m256 hi) {
+  return static_cast<Mask>(_mm256_movemask_ps(lo) | _mm256_movemask_ps(hi) << 8);
+}
+inline __m256 widen_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+inline __m256 widen_bf16(const uint16_t* p) {
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+}  // namespace detail
+
+inline F32x16 broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline I32x16 broadcast(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline F32x16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline I32x16 load(const int32_t* p) {
+  return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 8))};
+}
+inline F32x16 load_n(const float* p, int n) {
+  return {_mm256_maskload_ps(p, detail::low_lanes(n)), _mm256_maskload_ps(p + 8, detail::high_lanes(n))};
+}
+inline void store(float* p, F32x16 a) { _mm256_storeu_ps(p, a.lo), _mm256_storeu_ps(p + 8, a.hi); }
+inline void store(int32_t* p, I32x16 a) {
+  _mm256_storeu_si256((__m256i*)p, a.lo), _mm256_storeu_si256((__m256i*)(p + 8), a.hi);
+}
+inline void store_n(float* p, F32x16 a, int n) {
+  _mm256_maskstore_ps(p, detail::low_lanes(n), a.lo);
+  _mm256_maskstore_ps(p + 8, detail::high_lanes(n), a.hi);
+}
+inline F32x16 load_f16(const uint16_t* p) { return {detail::widen_f16(p), detail::widen_f16(p + 8)}; }
+inline F32x16 load_bf16(const uint16_t* p) { return {detail::widen_bf16(p), detail::widen_bf16(p + 8)}; }
+
+inline float first_lane(F32x16 a) { return _mm256_cvtss_f32(a.lo); }
+
+inline F32x16 operator+(F32x16 a, F32x16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline F32x16 operator-(F32x16 a, F32x16 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+inline F32x16 operator*(F32x16 a, F32x16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline F32x16 operator/(F32x16 a, F32x16 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+inline F32x16 max(F32x16 a, F32x16 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+inline F32x16 min(F32x16 a, F32x16 b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+inline Mask less(F32x16 a, F32x16 b) {
+  return detail::mask_of(_mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ));
+}
+inline Mask equal(F32x16 a, F32x16 b) {
+  return detail::mask_of(_mm256_cmp_ps(a.lo, b.lo, _CMP_EQ_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_EQ_OQ));
+}
+inline F32x16 select(Mask m, F32x16 a, F32x16 b) {
+  const __m256 lo = _mm256_castsi256_ps(detail::lanes_of(m & 0xff));
+  const __m256 hi = _mm256_castsi256_ps(detail::lanes_of(m >> 8));
+  return {_mm256_blendv_ps(b.lo, a.lo, lo), _mm256_blendv_ps(b.hi, a.hi, hi)};
+}
+
+inline I32x16 operator+(I32x16 a, I32x16 b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+inline I32x16 operator-(I32x16 a, I32x16 b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
+inline I32x16 operator&(I32x16 a, I32x16 b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
+inline I32x16 operator|(I32x16 a, I32x16 b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+inline I32x16 max(I32x16 a, I32x16 b) { return {_mm256_max_epi32(a.lo, b.lo), _mm256_max_epi32(a.hi, b.hi)}; }
+template <int n> I32x16 shift_left(I32x16 a) { return {_mm256_slli_epi32(a.lo, n), _mm256_slli_epi32(a.hi, n)}; }
+template <int n> I32x16 shift_right(I32x16 a) { return {_mm256_srai_epi32(a.lo, n), _mm256_srai_epi32(a.hi, n)}; }
+inline F32x16 to_float(I32x16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+inline I32x16 to_int(F32x16 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
+inline F32x16 as_float(I32x16 a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
+inline I32x16 as_int(F32x16 a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
+inline void store_i8(int8_t* p, I32x16 a) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xd8);
+  _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+
+inline Bytes64 load_bytes(const void* p) {
+  return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
+}
+inline Bytes64 low_nibbles(Bytes64 a) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask)};
+}
+inline Bytes64 high_nibbles(Bytes64 a) {
+  return low_nibbles({_mm256_srli_epi16(a.lo, 4), _mm256_srli_epi16(a.hi, 4)});
+}
+
+namespace detail {
+// u * s summed over four bytes. maddubs saturates at 16 bits: the caller keeps pairs below that.
+inline __m256i madd4(__m256i acc, __m256i u, __m256i s) {
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
+}
+// w - 128 is signed; |w - 128| * (+-a) stays within 2 * 128 * 127 < 2^15 for a pair.
+inline __m256i madd4_biased(__m256i acc, __m256i w, __m256i a) {
+  const __m256i s = _mm256_xor_si256(w, _mm256_set1_epi8(static_cast<char>(0x80)));
+  return madd4(acc, _mm256_abs_epi8(s), _mm256_sign_epi8(a, s));
+}
+}  // namespace detail
+inline I32x16 dot_u4(I32x16 acc, Bytes64 w, int32_t a) {
+  const __m256i four = _mm256_set1_epi32(a);
+  return {detail::madd4(acc.lo, w.lo, four), detail::madd4(acc.hi, w.hi, four)};
+}
+constexpr int kInt8Bias = 0;
+inline I32x16 dot_u8(I32x16 acc, Bytes64 w, int32_t a) {
+  const __m256i four = _mm256_set1_epi32(a);
+  return {detail::madd4_biased(acc.lo, w.lo, four), detail::madd4_biased(acc.hi, w.hi, four)};
+}
+
+}  // namespace trnc

@@ -1,0 +1,42 @@
+"""RMSNorm and the gated SiLU, row by row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trnc.ops.library import declare
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    scale = torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + eps)
+    return x * scale * weight.to(x.dtype)
+
+
+def _silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+declare(
+    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
+    reference=_rms_norm,
+    fake=lambda x, weight, eps: torch.empty_like(x),
+)
+declare(
+    "silu_mul(Tensor gate_up) -> Tensor",
+    reference=_silu_mul,
+    fake=lambda gate_up: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2),
+)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight for rows `x` [T, K] and `weight` [K] f32."""
+    result: Tensor = torch.ops.trnc.rms_norm.default(x, weight, eps)
+    return result
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up, [T, I], of `gate_up` [T, 2I] with the gate first."""
+    result: Tensor = torch.ops.trnc.silu_mul.default(gate_up)
+    return result
