@@ -9,18 +9,16 @@ from trnc.compiler.store import ArtifactKey, Entry, Store
 
 # What a person can do about a factor that differs; other factors just differ.
 _ADVICE = {
-    "digest": "the graph itself changed: `tools/graph_equiv.py check` shows how",
+    "graph": "the graph itself changed: `tools/graph_equiv.py check` shows how",
     "torch": "another torch compiled it: install that version to use it, or compile again",
     "backend": "it was compiled by another backend: pass the same --backend",
-    "backend_version": "the backend changed: compile again",
     "target": "it was compiled for another target: compile on this machine or for it",
-    "isa": "it was compiled for another instruction set: compile on this machine or for it",
     "compiler": "another C++ compiler built it: use that one, or compile again",
     "options": "the compile options changed: use the same ones, or compile again",
-    "sources": "trnc's own native sources changed: compile again",
-    "trnc": "another version of trnc compiled it: install that version, or compile again",
-    "python": "another Python built it: use that version, or compile again",
-    "mesh": "it was compiled for another number of devices: use the same mesh",
+    "sources": "our own sources changed: compile again (stages with equal graphs are reused)",
+    "preset": "the preset changed: pass the same --preset, or compile again",
+    "model": "another architecture: pass the same --model, or compile again",
+    "formats": "the weights are packed in other formats: use the same checkpoint, or compile again",
 }
 
 

@@ -14,6 +14,7 @@ The text is all that this package knows of a graph: it never sees torch.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trnc.errors import TrncError
@@ -35,7 +36,7 @@ class Expression:
     pieces: tuple[str, ...]
     operands: tuple[str, ...]
 
-    def render(self, names: dict[str, str]) -> str:
+    def render(self, names: Mapping[str, str]) -> str:
         """Return the text with each operand renamed by `names` (kept where it has no entry)."""
         words = [names.get(o, o) for o in self.operands]
         return self.pieces[0] + "".join(w + p for w, p in zip(words, self.pieces[1:], strict=True))

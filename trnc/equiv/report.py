@@ -1,0 +1,72 @@
+"""A lock's difference as text for a reviewer: what changed where, then each change of ops once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from trnc.equiv.diff import DiffLine, changed, diff_texts, format_lines
+from trnc.equiv.lock import LockDiff, PresetChange, StageCall, StageChange
+from trnc.equiv.text import parse
+
+_NAMED = 4  # names of variants that are printed before "and N more"
+
+
+def format_diff(diff: LockDiff) -> str:
+    """Return the report; empty if nothing differs.
+
+    Stages that differ in the same ops at other shapes (one for each bucket) are shown once.
+    """
+    lines: list[str] = []
+    for preset in diff.presets:
+        lines += _preset_lines(preset)
+    shown: dict[tuple[str, ...], str] = {}
+    for change in diff.stages:
+        lines += ["", *_stage_lines(change, shown)]
+    return "\n".join(lines)
+
+
+def _preset_lines(preset: PresetChange) -> list[str]:
+    if preset.state != "changed":
+        return [f"{preset.name}: {preset.state}, {preset.total} variants"]
+    lines = [f"{preset.name}: {len(preset.changed)} of {preset.total} variants changed"]
+    lines += [f"  + {name}" for name in preset.added]
+    lines += [f"  - {name}" for name in preset.removed]
+    for variant in preset.changed:
+        words = [f"{_call(old)} -> {_call(new)}" for old, new in variant.calls]
+        words += ["values bound to other inputs"] if variant.has_new_wiring else []
+        lines.append(f"  {variant.name}: {', '.join(words)}")
+    return lines
+
+
+def _stage_lines(change: StageChange, shown: dict[tuple[str, ...], str]) -> list[str]:
+    """A stage's heading and its diff, or where an equal one was shown."""
+    before, after = change.before, change.after
+    users = f"in {_list(change.variants)}"
+    if before is None or after is None:
+        stage = before or after
+        assert stage is not None
+        verb = "new stage" if before is None else "removed stage"
+        return [f"{verb} {stage.label}, {len(parse(stage.text).nodes)} ops, {users}"]
+    heading = f"stage {before.label} -> {after.label}, {users}"
+    lines = diff_texts(before.text, after.text, after.sources)
+    signature = _signature(lines)
+    if signature in shown:
+        return [heading, f"  the same ops as in {shown[signature]}, at other shapes"]
+    shown[signature] = after.label
+    return [heading, *("  " + line for line in format_lines(lines).splitlines())]
+
+
+def _signature(lines: Sequence[DiffLine]) -> tuple[str, ...]:
+    """The changed lines without shapes and value names."""
+    texts = (line.tag + re.sub(r"[$%]n?\d+", "%", line.text) for line in changed(lines))
+    return tuple(re.sub(r"(\[|\{)[^\[\]{}%]*(\]|\})", r"\1\2", text) for text in texts)
+
+
+def _call(call: StageCall | None) -> str:
+    return str(call) if call is not None else "(none)"
+
+
+def _list(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{len(names)} variants: {', '.join(names[:_NAMED])}{more}"
