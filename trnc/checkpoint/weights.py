@@ -7,7 +7,7 @@ is tied. A weight is loaded when it is asked for, so a dequantised model is neve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -54,24 +54,28 @@ class WeightShapes(Protocol):
 class Weights(Mapping[str, Weight]):
     """Canonical name -> matrix (a layout) or vector (f32 Tensor [n]), loaded at each access."""
 
-    def __init__(self, *, names: Sequence[str], load: Callable[[str], Weight]) -> None:
-        """Take the names in the order of the computation, and what loads one."""
-        self._names = dict.fromkeys(names)
+    def __init__(self, *, stored: Mapping[str, str], load: Callable[[str], Weight]) -> None:
+        """Take the stored type of each weight, in the order of the computation, and a loader."""
+        self._stored = dict(stored)
         self._load = load
+
+    def stored_type(self, name: str) -> str:
+        """Return the type in the file, such as F32, BF16, Q4_1 or Q6_K; loads no data."""
+        return self._stored[name]
 
     def __getitem__(self, name: str) -> Weight:
         """Load one weight. Raises CheckpointError if its stored type cannot be read."""
-        if name not in self._names:
+        if name not in self._stored:
             raise KeyError(name)
         return self._load(name)
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names in the order of the computation."""
-        return iter(self._names)
+        return iter(self._stored)
 
     def __len__(self) -> int:
         """Return the number of weights."""
-        return len(self._names)
+        return len(self._stored)
 
     def matrix(self, name: str) -> Layout:
         """Load a weight that is a matrix [N, K]."""
@@ -209,7 +213,8 @@ def _open_folder(
         tensor = folder.tensor(_folder_name(name))
         return Dense(tensor) if tensor.ndim == 2 else tensor.float()
 
-    return Weights(names=list(expected), load=load)
+    stored = {name: folder.tensors[_folder_name(name)].dtype for name in expected}
+    return Weights(stored=stored, load=load)
 
 
 # --- GGUF -----------------------------------------------------------------------------------------
@@ -253,7 +258,8 @@ def _open_gguf(
         index = _half_split_rows(expected[name][0], config.head_dim)
         return weight[index] if isinstance(weight, Tensor) else weight.permute_rows(index)
 
-    return Weights(names=list(expected), load=load)
+    stored = {name: file.tensors[_gguf_name(name)].type for name in expected}
+    return Weights(stored=stored, load=load)
 
 
 def _half_split_rows(rows: int, head_dim: int) -> Tensor:
