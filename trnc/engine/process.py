@@ -1,0 +1,252 @@
+"""The engine process: an executor, a loop, and a ZeroMQ socket to the API process.
+
+The API process binds a PAIR socket and the engine connects to it; one message is one frame. The
+engine says `Starting` while the executor is built, `Ready` once it serves, and then answers.
+
+One thread owns the socket and all engine state. A second one only watches the parent process, so
+that an engine whose parent was killed ends too, even while a step hangs. SIGINT is ignored, because
+a Ctrl-C in the terminal reaches both processes and the API process decides. SIGTERM means Shutdown;
+while the executor is being built it just kills, for there is nothing to finish yet.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket as sockets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import zmq
+
+from trnc.core import Executor, ExecutorInfo
+from trnc.engine.loops import Engine, overlapped_loop, plain_loop
+from trnc.engine.messages import (
+    Failed,
+    Ready,
+    Shutdown,
+    Starting,
+    ToApi,
+    ToEngine,
+    decode_to_engine,
+    encode,
+)
+from trnc.engine.scheduler import Scheduler
+from trnc.engine.trace import Began, TraceEvent, TraceSink, discard, encode_event
+from trnc.errors import TrncError
+
+log = logging.getLogger(__name__)
+
+PARENT_POLL_SECONDS = 0.5
+LINGER_MS = 2000  # how long the last messages of an engine that ends may take to leave
+
+Report = Callable[[str], None]
+Handler = Callable[[int, FrameType | None], object] | signal.Handlers
+ExecutorFactory = Callable[[Report], tuple[Executor, dict[str, float], tuple[str, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How to serve. `parent_pid` is the process that started this one; None: nobody is watched.
+
+    `max_waiting` bounds the queue (None: no bound); `trace` is a file for the plan trace.
+    """
+
+    overlapped: bool = True
+    max_waiting: int | None = None
+    trace: Path | None = None
+    parent_pid: int | None = None
+
+
+def serve_engine(executor_factory: ExecutorFactory, endpoint: str, options: EngineOptions) -> int:
+    """Build the executor, serve until a Shutdown or a SIGTERM, and return the exit code.
+
+    `executor_factory(report)` returns the executor, the seconds of each part of the start, and
+    the features of its variants; what it reports goes out as `Starting` lines. The code is 0
+    after a Shutdown, 1 if the start failed or the engine could not go on; then every request
+    that it had was told so.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_parent_watched(options.parent_pid))
+        stack.enter_context(_handled(signal.SIGINT, signal.SIG_IGN))
+        wakeup = stack.enter_context(_wakeup_socket())
+        channel = stack.enter_context(_connected(endpoint, wakeup))
+        try:
+            executor, timings, features = executor_factory(
+                lambda line: channel.send(Starting(line))
+            )
+        except Exception as error:
+            log.exception("the engine could not start")
+            channel.send(Starting(f"failed: {_text(error)}"))
+            return 1
+        stack.callback(executor.close)
+        stack.enter_context(_handled(signal.SIGTERM, lambda *_: channel.terminate()))
+        channel.send(_ready(executor.info, timings, features))
+        return _serve(executor, channel, options)
+
+
+def _serve(executor: Executor, channel: Channel, options: EngineOptions) -> int:
+    scheduler = Scheduler(info=executor.info, max_waiting=options.max_waiting)
+    with _trace_sink(options.trace) as trace:
+        trace(Began(executor.info, options.max_waiting))
+        engine = Engine(
+            scheduler=scheduler,
+            executor=executor,
+            receive=channel.receive,
+            send=channel.send,
+            trace=trace,
+            clock=time.monotonic,
+        )
+        try:
+            (overlapped_loop if options.overlapped else plain_loop)(engine)
+        except Exception as error:
+            log.exception("the engine cannot go on")
+            for request_id in scheduler.request_ids:
+                channel.send(
+                    Failed(request_id, f"engine error: {_text(error)}; the engine stopped")
+                )
+            return 1
+    return 0
+
+
+class Channel:
+    """The engine's end of the socket. Sending never waits: the pipe has no high-water mark."""
+
+    def __init__(self, *, socket: zmq.Socket[bytes], wakeup: sockets.socket) -> None:
+        self._socket = socket
+        self._wakeup = wakeup
+        self._terminated = False
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(wakeup, zmq.POLLIN)
+
+    def send(self, message: ToApi) -> None:
+        """Queue one message."""
+        self._socket.send(encode(message))
+
+    def receive(self, wait: bool) -> Iterator[ToEngine]:
+        """Yield what has arrived; if `wait`, sleep until there is something (or a signal)."""
+        ready = dict(self._poller.poll(None if wait and not self._terminated else 0))
+        if self._wakeup.fileno() in ready:
+            self._wakeup.recv(4096)
+        if self._terminated:
+            yield Shutdown()
+        while self._socket.poll(0):
+            frame = self._socket.recv()
+            try:
+                yield decode_to_engine(frame)
+            except msgspec.DecodeError as error:
+                log.error("dropped a frame of %d bytes that is no message: %s", len(frame), error)
+
+    def terminate(self) -> None:
+        """Make `receive` yield a Shutdown, now and from now on. For a signal handler."""
+        self._terminated = True
+
+
+def _ready(info: ExecutorInfo, timings: dict[str, float], features: tuple[str, ...]) -> Ready:
+    return Ready(
+        max_rows=info.max_rows,
+        max_context=info.max_context,
+        page_size=info.page_size,
+        num_pages=info.num_pages,
+        vocab_size=info.vocab_size,
+        timings=timings,
+        features=features,
+    )
+
+
+def _text(error: Exception) -> str:
+    """What a person should read: our errors speak for themselves, others need their type."""
+    return str(error) if isinstance(error, TrncError) else f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def _connected(endpoint: str, wakeup: sockets.socket) -> Iterator[Channel]:
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    try:
+        socket.connect(endpoint)
+        yield Channel(socket=socket, wakeup=wakeup)
+    finally:
+        socket.close()
+        context.term()
+
+
+@contextmanager
+def _wakeup_socket() -> Iterator[sockets.socket]:
+    """A socket that a signal makes readable: a poll alone would miss one that comes just before."""
+    reader, writer = sockets.socketpair()
+    writer.setblocking(False)
+    with reader, writer:
+        if not _owns_signals():
+            yield reader
+            return
+        before = signal.set_wakeup_fd(writer.fileno())
+        try:
+            yield reader
+        finally:
+            signal.set_wakeup_fd(before)
+
+
+@contextmanager
+def _handled(number: signal.Signals, handler: Handler) -> Iterator[None]:
+    if not _owns_signals():
+        yield
+        return
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def _owns_signals() -> bool:
+    """Only the main thread may set handlers; an engine in another one leaves signals alone."""
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def _parent_watched(parent_pid: int | None) -> Iterator[None]:
+    """Kill this process when its parent is gone: there is nobody left to answer."""
+    stop = threading.Event()
+
+    def watch(pid: int) -> None:
+        while os.getppid() == pid:
+            if stop.wait(PARENT_POLL_SECONDS):
+                return
+        log.error("the process that started this engine (pid %d) is gone: exiting", pid)
+        os._exit(1)
+
+    if parent_pid is None:
+        yield
+        return
+    watcher = threading.Thread(target=watch, args=(parent_pid,), name="parent", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        watcher.join()
+
+
+@contextmanager
+def _trace_sink(path: Path | None) -> Iterator[TraceSink]:
+    if path is None:
+        yield discard
+        return
+    with path.open("wb") as file:
+
+        def write(event: TraceEvent) -> None:
+            file.write(encode_event(event))
+
+        yield write

@@ -1,0 +1,134 @@
+"""One request as the scheduler sees it, and the limits that it must keep.
+
+`token_ids` is the prompt and every output token that the host has read. Steps run while the host
+plans, so there are two counts of the positions whose KV is written: `scheduled` (some step that
+was planned writes them) and `computed` (a step that has ended wrote them); and `pending` output
+tokens were planned to be sampled but have not been read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from trnc.core import MAX_LOGIT_BIAS, MAX_LOGPROBS, ExecutorInfo, SamplingParams
+from trnc.engine.messages import Submit
+from trnc.engine.radix import Node
+from trnc.errors import RequestError
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """The mutable state of one request.
+
+    `preemptions` also tells a step that was planned before the last preemption (what it wrote is
+    lost) from one planned since. `node` is the deepest page that it shares through the prefix
+    tree: the first `node.depth` of `pages` are the tree's, the others are its own.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    prompt_tokens: int
+    max_tokens: int
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int]
+    preemptions: int = 0
+    cached_tokens: int = 0
+    slot: int | None = None
+    node: Node | None = None
+    pages: list[int] = field(default_factory=list)
+    scheduled: int = 0
+    computed: int = 0
+    pending: int = 0
+    ended: bool = False
+
+    @property
+    def next_output(self) -> int:
+        """The output index of the next token that has not been planned to be sampled."""
+        return len(self.token_ids) - self.prompt_tokens + self.pending
+
+    @property
+    def remaining(self) -> int:
+        """How many positions must still be scheduled before the next token can be sampled."""
+        return len(self.token_ids) + self.pending - self.scheduled
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether one position leads to the next token, and that token is wanted."""
+        return self.remaining == 1 and self.next_output < self.max_tokens
+
+
+def new_request(message: Submit, info: ExecutorInfo) -> Request:
+    """Return the request that a client asked for, its `max_tokens` cut to `info.max_context`.
+
+    Raises:
+        RequestError: a limit is broken; `param` names the field and the text the numbers.
+    """
+    prompt_tokens = len(message.prompt_ids)
+    _check_fields(message, info)
+    if prompt_tokens >= info.max_context:
+        raise RequestError(
+            f"The prompt has {prompt_tokens} tokens, but prompt and output together may have at"
+            f" most {info.max_context} (max_context of the preset). Shorten the prompt.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    max_tokens = min(message.max_tokens, info.max_context - prompt_tokens)
+    _check_pages(prompt_tokens, max_tokens, info)
+    return Request(
+        request_id=message.request_id,
+        token_ids=[*message.prompt_ids, *message.resume_ids],
+        prompt_tokens=prompt_tokens,
+        max_tokens=max_tokens,
+        sampling=message.sampling,
+        stop_token_ids=frozenset(message.stop_token_ids),
+    )
+
+
+def _check_fields(message: Submit, info: ExecutorInfo) -> None:
+    if not message.prompt_ids:
+        raise RequestError("The prompt is empty; it must have at least one token.", param="prompt")
+    if message.max_tokens < 1:
+        raise RequestError(
+            f"max_tokens must be at least 1, got {message.max_tokens}.", param="max_tokens"
+        )
+    sampling = message.sampling
+    _check_ids("prompt", (*message.prompt_ids, *message.resume_ids), info)
+    _check_ids("logit_bias", (token for token, _ in sampling.logit_bias), info)
+    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
+        raise RequestError(
+            f"logit_bias may have at most {MAX_LOGIT_BIAS} entries, got"
+            f" {len(sampling.logit_bias)}.",
+            param="logit_bias",
+        )
+    if sampling.logprobs is not None and not 0 <= sampling.logprobs <= MAX_LOGPROBS:
+        raise RequestError(
+            f"top_logprobs must be 0 to {MAX_LOGPROBS}, got {sampling.logprobs}.",
+            param="top_logprobs",
+        )
+
+
+def _check_ids(param: str, token_ids: Iterable[int], info: ExecutorInfo) -> None:
+    for token in token_ids:
+        if not 0 <= token < info.vocab_size:
+            raise RequestError(
+                f"{param} has the token id {token}, which is outside the model's vocabulary"
+                f" (0 to {info.vocab_size - 1}).",
+                param=param,
+            )
+
+
+def _check_pages(prompt_tokens: int, max_tokens: int, info: ExecutorInfo) -> None:
+    """A request that fits alone can always be served, by preempting the others."""
+    have = info.num_pages - 1
+    # The last output token is sampled but never computed.
+    need = -(-(prompt_tokens + max_tokens - 1) // info.page_size)
+    if need <= have:
+        return
+    too_long = "prompt" if -(-prompt_tokens // info.page_size) > have else "max_tokens"
+    raise RequestError(
+        f"The prompt of {prompt_tokens} tokens with max_tokens {max_tokens} needs {need} KV pages"
+        f" of {info.page_size} tokens, but there are {have}. Lower {too_long}, or raise"
+        " kv_memory_mib of the preset.",
+        param=too_long,
+    )
