@@ -29,7 +29,6 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -38,6 +37,7 @@ from torch._subclasses import FakeTensor
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Node
 
+from trnc.compiler.sources import source_of
 from trnc.equiv.text import FORMAT, TORCH_PREFIX
 from trnc.errors import CompileError
 
@@ -125,8 +125,8 @@ def canonical_text(program: torch.export.ExportedProgram) -> str:
 def source_map(program: torch.export.ExportedProgram) -> dict[int, str]:
     """Return line number of the canonical text (from 1) -> `file:line` where it was written.
 
-    An annotation for people; it is no part of the text. Files below the working directory are
-    given relative to it.
+    An annotation for people; it is no part of the text. Trace under `recording_sources` to have
+    the lines of what the stage calls, not only its own.
     """
     lines = enumerate(_lines(program), start=1)
     return {number: source for number, (_, source) in lines if source is not None}
@@ -239,7 +239,7 @@ def _number_node(
         if result == _type(operand.meta.get("val"), numbering):
             return templates[operand]
     expression = _call(name, arguments)
-    return (numbering.value(result, expression, _source(node)),)
+    return (numbering.value(result, expression, source_of(node)),)
 
 
 def _refuse_impure(target: torch._ops.OpOverload, node: Node) -> None:
@@ -396,20 +396,8 @@ def _symbolic(value: Any, numbering: _Numbering) -> str:
 
 
 def _at(node: Node) -> str:
-    source = _source(node)
+    source = source_of(node)
     return f" ({source})" if source else ""
-
-
-def _source(node: Node) -> str | None:
-    """`file:line` of the innermost frame that called the op."""
-    frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
-    if not frames:
-        return None
-    file, line = frames[-1]
-    path = Path(file)
-    if path.is_relative_to(Path.cwd()):
-        path = path.relative_to(Path.cwd())
-    return f"{path}:{line}"
 
 
 # Printing

@@ -1,0 +1,73 @@
+"""A miss is explained by the nearest artifact and the factors that differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trnc.compiler.explain import explain_miss
+from trnc.compiler.store import ArtifactKey, Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(root=tmp_path / "store", log=lambda line: None)
+
+
+def key(kind: str = "stage", **factors: str) -> ArtifactKey:
+    return ArtifactKey.of(kind, {"graph": "g1", "target": "avx512", "torch": "2.13.0", **factors})
+
+
+def add(store: Store, wanted: ArtifactKey) -> Path:
+    return store.get_or_build(wanted, lambda folder: (folder / "a").write_bytes(b"data"))
+
+
+def test_an_empty_store_says_what_to_run(store: Store) -> None:
+    explanation = explain_miss(store, key())
+    assert explanation.nearest is None
+    assert "no stage at all: run `trnc compile`" in str(explanation)
+
+
+def test_the_nearest_has_the_fewest_differences_and_is_the_newest_of_them(store: Store) -> None:
+    far = key(torch="2.12.0", target="avx2")
+    old, new = key(torch="2.11.0"), key(torch="2.12.0")
+    for wanted in (old, new, far, key("kernels")):
+        add(store, wanted)
+    explanation = explain_miss(store, key())
+    assert explanation.hit is None
+    assert explanation.nearest is not None
+    assert explanation.nearest.key == new
+    (difference,) = explanation.differences
+    assert (difference.name, difference.have, difference.want) == ("torch", "2.12.0", "2.13.0")
+    text = str(explanation)
+    assert "1 of 3 factors differ" in text
+    assert "torch: have '2.12.0', want '2.13.0' (another torch compiled it: install" in text
+
+
+def test_every_differing_factor_is_named_also_one_that_is_absent(store: Store) -> None:
+    add(store, key(mesh="2"))
+    explanation = explain_miss(store, key(graph="g2", target="avx2", note="x" * 200))
+    assert [d.name for d in explanation.differences] == ["graph", "mesh", "note", "target"]
+    text = str(explanation)
+    assert "mesh: have '2', want absent" in text
+    assert "note: have absent, want 'xxx" in text
+    assert "x" * 100 not in text
+    assert "tools/graph_equiv.py check" in text
+
+
+def test_a_hit_is_no_miss(store: Store) -> None:
+    path = add(store, key())
+    explanation = explain_miss(store, key())
+    assert explanation.hit == path
+    assert explanation.differences == ()
+    assert str(path) in str(explanation)
+
+
+def test_a_damaged_artifact_is_the_reason(store: Store) -> None:
+    (add(store, key()) / "a").unlink()
+    add(store, key(torch="2.12.0"))
+    explanation = explain_miss(store, key())
+    (aside,) = explanation.quarantined
+    assert f"damaged, set aside in {aside}" in str(explanation)
+    assert explanation.nearest is not None
