@@ -1,1 +1,1 @@
-"""The HTTP server: a composition root, and one package per API."""
+"""The API process: HTTP in, tokens out. It never imports torch."""

@@ -1,0 +1,201 @@
+"""A real server for tests: uvicorn on a free port, in front of the real engine loop in a thread.
+
+Only the model is not real: a `ScriptedExecutor` says what `say` told it to, and otherwise follows
+its formula.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import openai
+import uvicorn
+import zmq.asyncio
+
+from tests.scripted_executor import ScriptedExecutor
+from tests.serve.toy_model import TEMPLATE, toy_tokenizer
+from trnc.checkpoint.generation import GenerationDefaults
+from trnc.core import ExecutorInfo
+from trnc.engine.messages import Stats
+from trnc.engine.process import EngineOptions, serve_engine
+from trnc.serve.app import create_app
+from trnc.serve.engine_client import EngineClient, bind_socket
+from trnc.serve.model import ServedModel
+
+MODEL = "toy/model"
+ALIAS = "toy"
+FEATURES = ("logprobs", "logit_bias")
+
+
+@dataclass(kw_only=True)
+class Setup:
+    """What a test may choose about its server."""
+
+    max_rows: int = 4
+    max_context: int = 512
+    num_pages: int = 400
+    gate: threading.Semaphore | None = None
+    die_at: tuple[int, ...] = ()
+    fail_at: tuple[int, ...] = ()
+    features: tuple[str, ...] = FEATURES
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    max_body_bytes: int = 2**20
+    start_engine: bool = True
+    chat_template: str | None = TEMPLATE
+
+
+class Server:
+    """A running server, and what a test does with it."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.tokenizer, self.template = toy_tokenizer(setup.chat_template)
+        self.executor = ScriptedExecutor(
+            info=ExecutorInfo(
+                max_rows=setup.max_rows,
+                max_prefill_tokens=64,
+                max_context=setup.max_context,
+                page_size=16,
+                num_pages=setup.num_pages,
+                vocab_size=self.tokenizer.vocab_size,
+                eos_token_ids=self.tokenizer.eos_token_ids,
+            ),
+            script={},
+            gate=setup.gate,
+            die_at=setup.die_at,
+            fail_at=setup.fail_at,
+        )
+        self._setup = setup
+        self._client: httpx.Client | None = None
+        self.port = 0
+        self.engine: EngineClient
+        self._loop: asyncio.AbstractEventLoop
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @contextlib.contextmanager
+    def http(self) -> Iterator[httpx.Client]:
+        """One client for all tests of a server: making one takes longer than most requests."""
+        if self._client is None:
+            self._client = httpx.Client(base_url=self.url, timeout=60)
+        yield self._client
+
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def async_openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60
+        )
+
+    def prompt_ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=True)
+
+    def chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        assert self.template is not None
+        text = self.template.render(messages, add_generation_prompt=True)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def say(self, prompt: str | list[dict[str, str]], reply: str | list[int]) -> None:
+        """Script the reply to a text or to a conversation; eos follows it."""
+        ids = self.prompt_ids(prompt) if isinstance(prompt, str) else self.chat_ids(prompt)
+        if isinstance(reply, str):
+            reply = self.tokenizer.encode(reply, add_special_tokens=False)
+        script = self.executor.script
+        assert isinstance(script, dict)
+        script[tuple(ids)] = reply
+
+    def stats(self) -> Stats:
+        return asyncio.run_coroutine_threadsafe(self.engine.stats(), self._loop).result(30)
+
+    def wait_for(self, condition: Callable[[Stats], bool]) -> Stats:
+        """Return the first Stats that meet a condition; the test's timeout is the limit."""
+        while not condition(stats := self.stats()):
+            pass
+        return stats
+
+    def run(self, started: threading.Event) -> None:
+        asyncio.run(self._run(started))
+
+    async def _run(self, started: threading.Event) -> None:
+        self._loop = asyncio.get_running_loop()
+        with tempfile.TemporaryDirectory() as folder, zmq.asyncio.Context() as context:
+            endpoint = f"ipc://{Path(folder) / 'e'}"
+            self.engine = EngineClient(socket=bind_socket(context, endpoint))
+            running = asyncio.ensure_future(self.engine.run())
+            thread = threading.Thread(target=self._run_engine, args=(endpoint,))
+            if self._setup.start_engine:
+                thread.start()
+                await self.engine.wait_ready()
+            await self._run_http(started)
+            self.engine.shutdown()
+            if self._setup.gate is not None:
+                self._setup.gate.release(10_000)
+            if self._setup.start_engine:
+                await asyncio.to_thread(thread.join)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def _run_http(self, started: threading.Event) -> None:
+        app = create_app(
+            engine=self.engine,
+            model=ServedModel(
+                names=(MODEL, ALIAS),
+                tokenizer=self.tokenizer,
+                template=self.template,
+                defaults=self._setup.defaults,
+            ),
+            max_body_bytes=self._setup.max_body_bytes,
+        )
+        config = uvicorn.Config(
+            app, http="httptools", lifespan="off", log_level="warning", timeout_graceful_shutdown=1
+        )
+        self._uvicorn = _Uvicorn(config)
+        with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+            self.port = listener.getsockname()[1]
+            started.set()
+            await self._uvicorn.serve(sockets=[listener])
+
+    def _run_engine(self, endpoint: str) -> None:
+        def factory(
+            report: Callable[[str], None],
+        ) -> tuple[ScriptedExecutor, dict[str, float], tuple[str, ...]]:
+            report("building the executor")
+            return self.executor, {"everything": 0.0}, self._setup.features
+
+        serve_engine(factory, endpoint, EngineOptions())
+
+    def stop(self) -> None:
+        if self._client is not None:
+            self._client.close()
+        self._uvicorn.should_exit = True
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.contextmanager
+def running(setup: Setup | None = None) -> Iterator[Server]:
+    """Run a server for the length of a `with`."""
+    server = Server(setup or Setup())
+    started = threading.Event()
+    thread = threading.Thread(target=server.run, args=(started,))
+    thread.start()
+    try:
+        assert started.wait(30), "the server did not start"
+        yield server
+    finally:
+        server.stop()
+        thread.join()

@@ -1,0 +1,1 @@
+"""Health, version and metrics."""

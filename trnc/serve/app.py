@@ -1,0 +1,114 @@
+"""The composition root: builds every serving class and attaches the routers of the roles asked for.
+
+Each role has one line in `ROUTERS`. Its function imports what only that role needs, so a process
+that serves one role never loads the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from trnc.errors import TrncError
+from trnc.serve.engine_client import EngineClient
+from trnc.serve.errors import handle_error
+from trnc.serve.generation import Generator
+from trnc.serve.metrics import CountRequests, Metrics
+from trnc.serve.model import ServedModel
+from trnc.serve.planner import RequestPlanner
+from trnc.serve.prompt import PromptBuilder
+
+Role = Literal["openai", "admin"]
+MAX_BODY_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the serving classes are built from, made once."""
+
+    engine: EngineClient
+    model: ServedModel
+    metrics: Metrics
+    generator: Generator
+    planner: RequestPlanner
+    prompts: PromptBuilder
+    max_body_bytes: int
+
+
+def _openai(parts: Parts) -> list[Route]:
+    from trnc.serve.openai.chat import ChatServing  # noqa: PLC0415
+    from trnc.serve.openai.completions import CompletionServing  # noqa: PLC0415
+    from trnc.serve.openai.models import ModelServing  # noqa: PLC0415
+    from trnc.serve.openai.router import openai_routes  # noqa: PLC0415
+
+    return openai_routes(
+        chat=ChatServing(
+            generator=parts.generator,
+            planner=parts.planner,
+            prompts=parts.prompts,
+            tokenizer=parts.model.tokenizer,
+            model_names=parts.model.names,
+        ),
+        completions=CompletionServing(
+            engine=parts.engine,
+            generator=parts.generator,
+            planner=parts.planner,
+            prompts=parts.prompts,
+            tokenizer=parts.model.tokenizer,
+            model_names=parts.model.names,
+        ),
+        models=ModelServing(engine=parts.engine, model_names=parts.model.names),
+        max_body_bytes=parts.max_body_bytes,
+    )
+
+
+def _admin(parts: Parts) -> list[Route]:
+    from trnc.serve.admin.router import admin_routes  # noqa: PLC0415
+    from trnc.serve.admin.serving import AdminServing  # noqa: PLC0415
+
+    return admin_routes(admin=AdminServing(engine=parts.engine, metrics=parts.metrics))
+
+
+ROUTERS: Mapping[Role, Callable[[Parts], list[Route]]] = {"openai": _openai, "admin": _admin}
+
+
+def create_app(
+    *,
+    engine: EngineClient,
+    model: ServedModel,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    roles: tuple[Role, ...] = ("openai", "admin"),
+) -> ASGIApp:
+    """Return the ASGI application; `engine.run()` must be running beside it."""
+    metrics = Metrics(engine_stats=lambda: engine.last_stats)
+    parts = Parts(
+        engine=engine,
+        model=model,
+        metrics=metrics,
+        generator=Generator(engine=engine, tokenizer=model.tokenizer, metrics=metrics),
+        planner=RequestPlanner(
+            engine=engine,
+            eos_token_ids=model.tokenizer.eos_token_ids,
+            defaults=model.defaults,
+        ),
+        prompts=PromptBuilder(tokenizer=model.tokenizer, template=model.template),
+        max_body_bytes=max_body_bytes,
+    )
+    app = Starlette(
+        routes=[route for role in roles for route in ROUTERS[role](parts)],
+        exception_handlers={
+            TrncError: handle_error,
+            HTTPException: handle_error,
+            ClientDisconnect: handle_error,
+            Exception: handle_error,
+        },
+    )
+    app.router.redirect_slashes = False  # an unknown route is a 404, not a hop
+    return CountRequests(app, metrics=metrics)

@@ -1,0 +1,235 @@
+"""The process boundary: a request out, token deltas in.
+
+One ZeroMQ socket, one reader task. The reader never waits for a consumer: each request has its
+own unbounded queue (bounded in fact by the request's `max_tokens`), so a client that reads slowly
+holds up no one else. Sending never waits either, so that an abort can be sent while a coroutine
+is being cancelled.
+
+Every request that is in flight keeps its `Submit` and the tokens it has been given, which is what
+another engine would need to go on with it. When the engine is lost, every stream ends with an
+EngineUnavailableError; none is left waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from trnc.engine.messages import (
+    Abort,
+    Delta,
+    Failed,
+    GetStats,
+    Ready,
+    Shutdown,
+    Starting,
+    Stats,
+    Submit,
+    ToEngine,
+    decode_to_api,
+    encode,
+)
+from trnc.errors import EngineError, RequestError
+from trnc.serve.errors import EngineUnavailableError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A request that the engine works on, with every output token that has come so far."""
+
+    submit: Submit
+    emitted: list[int] = field(default_factory=list)
+    queue: asyncio.Queue[Delta | Exception] = field(default_factory=asyncio.Queue)
+
+
+def bind_socket(context: zmq.asyncio.Context, endpoint: str) -> zmq.asyncio.Socket:
+    """Return the API process's end, bound to `endpoint`; the engine connects to it.
+
+    No high-water mark: a full pipe would make a send wait, and an abort must not.
+    """
+    socket = context.socket(zmq.PAIR)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.bind(endpoint)
+    return socket
+
+
+class EngineClient:
+    """Speaks to one engine. Everything here belongs to one event loop; `run` must be running."""
+
+    def __init__(
+        self,
+        *,
+        socket: zmq.asyncio.Socket,
+        on_starting: Callable[[str], None] = log.info,
+    ) -> None:
+        self._socket = socket
+        self._on_starting = on_starting
+        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._lost: str | None = None
+        self._stats_waiters: list[asyncio.Future[Stats]] = []
+        self.last_stats: Stats | None = None
+        self.in_flight: dict[str, InFlight] = {}
+
+    async def run(self) -> None:
+        """Read the socket until the engine is gone or this is cancelled."""
+        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        reader = asyncio.ensure_future(self._read())
+        watcher = asyncio.ensure_future(_wait_for_event(monitor))
+        try:
+            await asyncio.wait((reader, watcher), return_when=asyncio.FIRST_COMPLETED)
+            self.lose("The engine closed its connection.")
+            if reader.done():
+                reader.result()
+        finally:
+            reader.cancel()
+            watcher.cancel()
+            await asyncio.gather(reader, watcher, return_exceptions=True)
+            self._socket.disable_monitor()
+            self.lose("The server is shutting down.")
+
+    @property
+    def info(self) -> Ready:
+        """What the engine said when it was ready.
+
+        Raises:
+            EngineUnavailableError: it is still starting, or gone; the message says which.
+        """
+        if self._lost is not None:
+            raise EngineUnavailableError(self._lost)
+        if not self._ready.done():
+            raise EngineUnavailableError("The engine is starting.")
+        return self._ready.result()
+
+    async def wait_ready(self) -> Ready:
+        """Wait for the engine's `Ready`; raises EngineUnavailableError if it is lost before."""
+        return await asyncio.shield(self._ready)
+
+    async def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
+        """Start a request and yield its deltas, the last one with a finish reason.
+
+        Closing the generator early aborts the request.
+
+        Raises:
+            RequestError: the engine refused it; nothing of it runs.
+            EngineUnavailableError: the engine is not ready, or was lost.
+        """
+        _ = self.info
+        if submit.request_id in self.in_flight:
+            raise RequestError(f"Request id '{submit.request_id}' is in use.", param="request_id")
+        request = self.in_flight[submit.request_id] = InFlight(submit)
+        over = False
+        try:
+            self._send(submit)
+            while not over:
+                item = await request.queue.get()
+                over = isinstance(item, Exception) or item.finish_reason is not None
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            del self.in_flight[submit.request_id]
+            if not over:
+                self._send(Abort(submit.request_id))
+
+    def abort(self, request_id: str) -> bool:
+        """Stop a request; its stream ends with the finish reason `abort`. False if unknown."""
+        request = self.in_flight.get(request_id)
+        if request is None:
+            return False
+        self._send(Abort(request_id))
+        request.queue.put_nowait(Delta(request_id, (), finish_reason="abort"))
+        return True
+
+    async def stats(self) -> Stats:
+        """Ask the engine for its counters; raises EngineUnavailableError if it cannot answer."""
+        _ = self.info
+        waiter: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
+        self._stats_waiters.append(waiter)
+        self._send(GetStats())
+        return await waiter
+
+    def shutdown(self) -> None:
+        """Tell the engine to stop after its current step."""
+        self._send(Shutdown())
+
+    def lose(self, reason: str) -> None:
+        """Declare the engine gone: every stream and every waiter fails now. Idempotent."""
+        if self._lost is not None:
+            return
+        self._lost = reason
+        for request in self.in_flight.values():
+            request.queue.put_nowait(EngineUnavailableError(reason))
+        waiters: list[asyncio.Future[Any]] = [*self._stats_waiters, self._ready]
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(EngineUnavailableError(reason))
+                waiter.exception()  # it may be that no one waits
+        self._stats_waiters.clear()
+
+    async def _read(self) -> None:
+        while True:
+            frame = await self._socket.recv()
+            try:
+                message = decode_to_api(frame)
+            except msgspec.DecodeError as error:
+                log.error("unreadable message from the engine: %s", error)
+                continue
+            self._receive(message)
+
+    def _receive(self, message: Ready | Starting | Delta | Failed | Stats) -> None:
+        match message:
+            case Delta():
+                self._deliver(message)
+            case Failed():
+                self._fail(message)
+            case Stats():
+                self._answer_stats(message)
+            case Starting():
+                self._on_starting(message.line)
+            case Ready():
+                if not self._ready.done():
+                    self._ready.set_result(message)
+
+    def _deliver(self, delta: Delta) -> None:
+        request = self.in_flight.get(delta.request_id)
+        if request is not None:  # else it was aborted while this was on its way
+            request.emitted.extend(delta.token_ids)
+            request.queue.put_nowait(delta)
+
+    def _fail(self, failed: Failed) -> None:
+        request = self.in_flight.get(failed.request_id)
+        if request is None:
+            return
+        if failed.param is not None:
+            request.queue.put_nowait(RequestError(failed.message, param=failed.param))
+        else:
+            request.queue.put_nowait(EngineError(failed.message))
+
+    def _answer_stats(self, stats: Stats) -> None:
+        self.last_stats = stats
+        for waiter in self._stats_waiters:
+            if not waiter.done():
+                waiter.set_result(stats)
+        self._stats_waiters.clear()
+
+    def _send(self, message: ToEngine) -> None:
+        """Send without waiting: with no high-water mark only an engine that is gone blocks."""
+        if self._lost is None:
+            sent = asyncio.ensure_future(self._socket.send(encode(message)))
+            sent.add_done_callback(lambda future: future.cancelled() or future.exception())
+
+
+async def _wait_for_event(monitor: zmq.asyncio.Socket) -> None:
+    await recv_monitor_message(monitor)

@@ -1,0 +1,184 @@
+"""One request's way through the engine, as every API needs it: prompt ids in, shown text out.
+
+Invariants: the text of all outputs joined is the same however the engine groups its tokens and
+whether the client streams; a request whose consumer stops is aborted in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeVar
+
+from trnc.checkpoint.tokenizer import Detokenizer, Tokenizer
+from trnc.core import FinishReason, SamplingParams
+from trnc.engine.messages import Delta, Submit
+from trnc.errors import EngineError
+from trnc.serve.engine_client import EngineClient
+from trnc.serve.metrics import Metrics
+from trnc.serve.text import Piece, ShownToken, TextAssembler
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A checked request. `stop_token_ids` hold the eos ids unless the request ignores them."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    stops: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The next part of an answer; the last one has a finish reason.
+
+    `completion_tokens` counts from the start, with the token that ended the text. `matched` is
+    the stop string or the token id that ended it.
+    """
+
+    text: str
+    tokens: tuple[ShownToken, ...]
+    completion_tokens: int
+    cached_tokens: int
+    finish_reason: FinishReason | None = None
+    matched: str | int | None = None
+
+
+class Generator:
+    """Runs requests on the engine and turns their tokens into text."""
+
+    def __init__(self, *, engine: EngineClient, tokenizer: Tokenizer, metrics: Metrics) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
+        """Yield outputs as they come; closing this aborts the request.
+
+        Raises what `EngineClient.generate` raises.
+        """
+        detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=True)
+        assembler = TextAssembler(detokenizer=detokenizer, stops=request.stops)
+        submit = Submit(
+            request_id=request.request_id,
+            prompt_ids=request.prompt_ids,
+            sampling=request.sampling,
+            max_tokens=request.max_tokens,
+            stop_token_ids=request.stop_token_ids,
+        )
+        cached_tokens = 0
+        clock = _Clock(self._metrics)
+        async with aclosing(self._engine.generate(submit)) as deltas:
+            async for delta in deltas:
+                clock.tick(len(delta.token_ids))
+                cached_tokens = max(cached_tokens, delta.cached_tokens)
+                output = _advance(assembler, delta, cached_tokens)
+                if output.finish_reason is not None:
+                    clock.stop()
+                if output.text or output.tokens or output.finish_reason is not None:
+                    yield output
+                if output.finish_reason is not None:
+                    return  # at a stop string this closes the stream, which aborts the request
+
+
+class _Clock:
+    """Observes the latencies of one request."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._start = time.perf_counter()
+        self._last: float | None = None
+
+    def tick(self, count: int) -> None:
+        """`count` more tokens are here."""
+        now = time.perf_counter()
+        if self._last is None:
+            self._metrics.time_to_first_token.observe(now - self._start)
+        elif count:
+            self._metrics.inter_token_latency.observe((now - self._last) / count)
+        self._last = now
+
+    def stop(self) -> None:
+        """The answer is complete."""
+        self._metrics.end_to_end_latency.observe(time.perf_counter() - self._start)
+
+
+def _advance(assembler: TextAssembler, delta: Delta, cached_tokens: int) -> Output:
+    """Take one delta; the token that ended the text is counted but never shown."""
+    if delta.finish_reason == "error":
+        raise EngineError("The engine failed while it answered this request.")
+    ended_by = delta.stop_token_id
+    shown = delta.token_ids if ended_by is None else delta.token_ids[:-1]
+    piece = assembler.push(shown, delta.logprobs[: len(shown)])
+    if delta.finish_reason is not None and assembler.matched is None:
+        piece = _join(piece, assembler.finish())
+    if (stop := assembler.matched) is not None:
+        return Output(piece.text, piece.tokens, assembler.count, cached_tokens, "stop", stop)
+    count = assembler.count + (ended_by is not None)
+    reason = delta.finish_reason
+    return Output(piece.text, piece.tokens, count, cached_tokens, reason, ended_by)
+
+
+def _join(first: Piece, second: Piece) -> Piece:
+    return Piece(first.text + second.text, first.tokens + second.tokens)
+
+
+async def merge(
+    streams: Sequence[AsyncGenerator[T, None]],
+) -> AsyncGenerator[tuple[int, T], None]:
+    """Yield what all streams yield, with the stream's index, as it comes.
+
+    The first error of any ends them all, and so does closing this.
+    """
+    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
+
+    async def pump(index: int, stream: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    queue.put_nowait((index, item))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(pump(i, stream)) for i, stream in enumerate(streams)]
+    running = len(tasks)
+    try:
+        while running:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def collect(stream: AsyncGenerator[Output, None]) -> Output:
+    """Return a whole answer as one output."""
+    text: list[str] = []
+    tokens: list[ShownToken] = []
+    async with aclosing(stream):
+        async for output in stream:
+            text.append(output.text)
+            tokens.extend(output.tokens)
+    return Output(
+        "".join(text),
+        tuple(tokens),
+        output.completion_tokens,
+        output.cached_tokens,
+        output.finish_reason,
+        output.matched,
+    )

@@ -1,0 +1,134 @@
+"""What every API needs of HTTP: bounded bodies, JSON answers, event streams, disconnects.
+
+Invariant: when a client goes away, whatever was being computed for it is cancelled at once, so
+that its row in the engine is freed. That holds before the first byte (`while_connected`) and
+during a stream (`EventStream`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from trnc.serve.errors import BodyTooLargeError, describe
+
+T = TypeVar("T")
+Events = AsyncGenerator[msgspec.Struct, None]
+Answer = msgspec.Struct | Events
+
+_SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_DONE = b"data: [DONE]\n\n"
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Return the body, of at most `limit` bytes; raises BodyTooLargeError before reading more."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise BodyTooLargeError(limit)
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise BodyTooLargeError(limit)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def json_response(body: msgspec.Struct, status: int = 200) -> Response:
+    """Return a struct as a JSON answer."""
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+async def respond(request: Request, answer: Awaitable[Answer]) -> Response:
+    """Return the HTTP answer for what a serving class gives: one struct, or a stream of them.
+
+    A stream's first event is awaited here, so that an error before it is an HTTP error and not
+    an event in a stream that started with 200.
+    """
+    return await while_connected(request, _respond(answer))
+
+
+async def _respond(answer: Awaitable[Answer]) -> Response:
+    result = await answer
+    if isinstance(result, msgspec.Struct):
+        return json_response(result)
+    return EventStream(await anext(result), result)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, cancelled if the client disconnects first (then raises ClientDisconnect).
+
+    The body must have been read: whatever else the client sends is dropped.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        await _cancel(task, gone)
+
+
+class EventStream(Response):
+    """Server-sent events: `data: <json>` for each struct, then `data: [DONE]`.
+
+    An error on the way becomes an event with an `error` object, and the stream ends.
+    """
+
+    def __init__(self, first: msgspec.Struct, rest: Events) -> None:
+        self.status_code = 200
+        self.background = None
+        self._first = first
+        self._rest = rest
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream; close its source as soon as the client is gone."""
+        pump = asyncio.ensure_future(self._pump(send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((pump, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _cancel(pump, gone)
+            await self._rest.aclose()
+
+    async def _pump(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+        await _send_event(send, self._first)
+        try:
+            async with aclosing(self._rest):
+                async for event in self._rest:
+                    await _send_event(send, event)
+        except Exception as error:  # the status is sent: an event is all that is left
+            await _send_event(send, describe(error)[1])
+        await send({"type": "http.response.body", "body": _DONE, "more_body": False})
+
+
+async def _send_event(send: Send, event: msgspec.Struct) -> None:
+    data = b"data: " + msgspec.json.encode(event) + b"\n\n"
+    await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel and wait, so that no cleanup is left running when this returns."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,41 @@
+"""What the API process knows of the model: its names, its words and its author's advice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trnc.checkpoint.chat_template import ChatTemplate
+from trnc.checkpoint.generation import GenerationDefaults, generation_defaults
+from trnc.checkpoint.source import Source
+from trnc.checkpoint.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """The model that is served. `names` are what clients may call it; the first is the default.
+
+    `template` is None for a model that was not made for chats.
+    """
+
+    names: tuple[str, ...]
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    defaults: GenerationDefaults
+
+
+def load_model(source: Source, *, names: tuple[str, ...] = ()) -> ServedModel:
+    """Load what the API process needs of a model; `names` default to the source's own.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or not supported.
+    """
+    tokenizer = load_tokenizer(source)
+    template = None
+    if tokenizer.chat_template is not None:
+        template = ChatTemplate(tokenizer.chat_template, special_tokens=tokenizer.special_tokens)
+    return ServedModel(
+        names=names or (source.name,),
+        tokenizer=tokenizer,
+        template=template,
+        defaults=generation_defaults(source),
+    )

@@ -1,0 +1,96 @@
+"""The fields of OpenAI's API, and common extensions of it, that are no struct fields here.
+
+One table says what is accepted without effect and why, one what is refused unless neutral.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trnc.serve.body import Inert, Refused
+
+_NO = Refused()
+_FALSE = Refused((None, False))
+_TRUE = Refused((None, True))
+_ZERO = Refused((None, 0, 0.0))
+_ONE = Refused((None, 1, 1.0))
+_EMPTY_LIST = Refused((None, []))
+
+INERT = {
+    "user": Inert(str, "an identifier for the caller's own records"),
+    "safety_identifier": Inert(str, "an identifier for the caller's own records"),
+    "metadata": Inert(dict[str, Any], "labels for stored answers; nothing is stored"),
+    "parallel_tool_calls": Inert(bool, "only matters with `tools`, which are refused"),
+    "prompt_cache_key": Inert(str, "a routing hint; the prefix cache finds prompts by content"),
+}
+
+_COMMON = {
+    "n": _ONE,
+    "frequency_penalty": _ZERO,
+    "presence_penalty": _ZERO,
+    "repetition_penalty": _ONE,
+    "service_tier": Refused((None, "auto", "default")),
+    "min_tokens": _ZERO,
+    "stop_regex": _EMPTY_LIST,
+    "include_stop_str_in_output": _FALSE,
+    "no_stop_trim": _FALSE,
+    "skip_special_tokens": _TRUE,
+    "spaces_between_special_tokens": _TRUE,
+    "priority": _ZERO,
+    "structured_outputs": _NO,
+    "guided_json": _NO,
+    "guided_regex": _NO,
+    "guided_choice": _NO,
+    "guided_grammar": _NO,
+    "regex": _NO,
+    "ebnf": _NO,
+    "json_schema": _NO,
+}
+
+CHAT_REFUSED = {
+    **_COMMON,
+    "tools": _EMPTY_LIST,
+    "tool_choice": Refused((None, "none", "auto")),
+    "functions": _EMPTY_LIST,
+    "function_call": Refused((None, "none", "auto")),
+    "response_format": Refused((None, {"type": "text"})),
+    "modalities": Refused((None, ["text"])),
+    "audio": _NO,
+    "prediction": _NO,
+    "reasoning_effort": Refused((None, "none")),
+    "verbosity": Refused((None, "medium")),
+    "web_search_options": _NO,
+    "moderation": _NO,
+    "store": _FALSE,
+    "prompt_cache_options": _NO,
+    "prompt_cache_retention": Refused((None, "in_memory")),
+    "add_generation_prompt": _TRUE,
+    "continue_final_message": _FALSE,
+    "chat_template_kwargs": Refused((None, {})),
+    "chat_template": _NO,
+}
+
+COMPLETION_REFUSED = {
+    **_COMMON,
+    "best_of": _ONE,
+    "echo": _FALSE,
+    "suffix": Refused((None, "")),
+    "response_format": Refused((None, {"type": "text"})),
+}
+
+# Clients send an assistant's message back as they got it, with these fields empty.
+MESSAGE_REFUSED = {
+    "tool_calls": _EMPTY_LIST,
+    "tool_call_id": _NO,
+    "function_call": _NO,
+    "refusal": _NO,
+    "audio": _NO,
+    "annotations": _EMPTY_LIST,
+    "reasoning": Refused((None, "")),
+    "reasoning_content": Refused((None, "")),
+}
+
+STREAM_OPTIONS_REFUSED = {
+    "include_obfuscation": _FALSE,
+    "continuous_usage_stats": _FALSE,
+}

@@ -1,0 +1,139 @@
+"""From checked fields to a request for the engine: what every API does between body and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from trnc.checkpoint.generation import GenerationDefaults
+from trnc.engine.messages import Ready
+from trnc.errors import RequestError
+from trnc.serve.engine_client import EngineClient
+from trnc.serve.generation import GenerationRequest
+from trnc.serve.sampling import (
+    SamplingFields,
+    sampling_params,
+    stop_strings,
+    stop_token_ids,
+)
+
+
+class RequestFields(SamplingFields, Protocol):
+    """The fields that say how to sample and when to stop; None is "not set"."""
+
+    @property
+    def stop(self) -> str | list[str] | None:
+        """Strings that end the text."""
+
+    @property
+    def stop_token_ids(self) -> list[int] | None:
+        """Ids that end the text, beside eos."""
+
+    @property
+    def ignore_eos(self) -> bool | None:
+        """Whether eos does not end the text."""
+
+
+class RequestPlanner:
+    """Builds `GenerationRequest`s within what the engine said that it can do."""
+
+    def __init__(
+        self,
+        *,
+        engine: EngineClient,
+        eos_token_ids: Sequence[int],
+        defaults: GenerationDefaults,
+    ) -> None:
+        self._engine = engine
+        self._eos = tuple(eos_token_ids)
+        self._defaults = defaults
+
+    def plan(
+        self,
+        fields: RequestFields,
+        *,
+        request_id: str,
+        prompt_ids: tuple[int, ...],
+        prompt_param: str,
+        max_tokens: int | None,
+        max_tokens_param: str,
+        default_max_tokens: int | None,
+        logprobs: int | None,
+    ) -> GenerationRequest:
+        """Return the checked request; raises RequestError, or EngineUnavailableError."""
+        info = self._engine.info
+        return GenerationRequest(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            sampling=sampling_params(
+                fields,
+                logprobs=logprobs,
+                defaults=self._defaults,
+                vocab_size=info.vocab_size,
+                features=info.features,
+            ),
+            max_tokens=output_budget(
+                len(prompt_ids),
+                max_tokens,
+                default=default_max_tokens,
+                context=context_size(info),
+                prompt_param=prompt_param,
+                max_tokens_param=max_tokens_param,
+            ),
+            stops=stop_strings(fields.stop),
+            stop_token_ids=stop_token_ids(
+                fields.stop_token_ids,
+                eos=self._eos,
+                ignore_eos=bool(fields.ignore_eos),
+                vocab_size=info.vocab_size,
+            ),
+        )
+
+
+def context_size(info: Ready) -> int:
+    """Return the most tokens of prompt and answer: the preset's limit, or what the KV pages hold.
+
+    Page 0 is not handed out, and the last token of an answer is never computed.
+    """
+    return min(info.max_context, (info.num_pages - 1) * info.page_size + 1)
+
+
+def output_budget(
+    prompt_tokens: int,
+    requested: int | None,
+    *,
+    default: int | None,
+    context: int,
+    prompt_param: str,
+    max_tokens_param: str,
+) -> int:
+    """Return how many tokens may be generated.
+
+    Without a request it is the default, or all that the context has room for.
+
+    Raises:
+        RequestError: the prompt leaves no room, or less than was requested.
+    """
+    room = context - prompt_tokens
+    if room < 1:
+        raise RequestError(
+            f"The prompt has {prompt_tokens} tokens, but the context of this server holds"
+            f" {context} with the answer. Shorten it, or serve a preset with a larger"
+            " 'max_context'.",
+            param=prompt_param,
+            code="context_length_exceeded",
+        )
+    if requested is None:
+        return room if default is None else min(default, room)
+    if requested < 1:
+        raise RequestError(
+            f"'{max_tokens_param}' must be at least 1, got {requested}.", param=max_tokens_param
+        )
+    if requested > room:
+        raise RequestError(
+            f"'{max_tokens_param}' is {requested}, but the context of this server holds"
+            f" {context} tokens and the prompt has {prompt_tokens}: at most {room} are left.",
+            param=max_tokens_param,
+            code="context_length_exceeded",
+        )
+    return requested

@@ -1,0 +1,168 @@
+"""From the fields of a request to `SamplingParams` and stops: ranges and defaults, written once.
+
+Every API goes through here, so that a field means the same on every route.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol, TypeVar
+
+from trnc.checkpoint.generation import GenerationDefaults
+from trnc.core import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from trnc.errors import RequestError
+
+T = TypeVar("T")
+
+MAX_STOPS = 16
+INT64 = range(-(2**63), 2**63)
+
+
+class SamplingFields(Protocol):
+    """The sampling fields that all request bodies share; None is "not set"."""
+
+    @property
+    def temperature(self) -> float | None:
+        """0 is greedy."""
+
+    @property
+    def top_p(self) -> float | None:
+        """In (0, 1]."""
+
+    @property
+    def top_k(self) -> int | None:
+        """0 and -1 mean all tokens."""
+
+    @property
+    def min_p(self) -> float | None:
+        """In [0, 1]."""
+
+    @property
+    def seed(self) -> int | None:
+        """64 bits, signed."""
+
+    @property
+    def logit_bias(self) -> dict[str, float] | None:
+        """From token ids, as decimal strings, to -100 .. 100."""
+
+
+def sampling_params(
+    fields: SamplingFields,
+    *,
+    logprobs: int | None,
+    defaults: GenerationDefaults,
+    vocab_size: int,
+    features: Sequence[str],
+) -> SamplingParams:
+    """Return checked parameters; a field that is not set takes the model's or OpenAI's default.
+
+    A seed is drawn when there is none, so that every request can be replayed.
+
+    Raises:
+        RequestError: a value is out of range, or needs a feature that the preset leaves out.
+    """
+    _check_ranges(fields)
+    seed = secrets.randbelow(2**63) if fields.seed is None else fields.seed
+    if logprobs is not None:
+        _need_feature("logprobs", features)
+    return SamplingParams(
+        temperature=_first(fields.temperature, defaults.temperature, 1.0),
+        top_k=min(max(_first(fields.top_k, defaults.top_k, 0), 0), vocab_size),
+        top_p=_first(fields.top_p, defaults.top_p, 1.0),
+        min_p=_first(fields.min_p, defaults.min_p, 0.0),
+        seed=seed,
+        logprobs=logprobs,
+        logit_bias=_logit_bias(fields.logit_bias or {}, vocab_size, features),
+    )
+
+
+def check_logprobs(count: int, param: str) -> int:
+    """Return a number of alternatives that the logprobs stage can give."""
+    _check(0 <= count <= MAX_LOGPROBS, param, f"between 0 and {MAX_LOGPROBS}", count)
+    return count
+
+
+def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    """Return the stop strings of a request; raises RequestError for an empty one or too many."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOPS:
+        _refuse("stop", f"at most {MAX_STOPS} strings", f"{len(stops)} of them")
+    _check(all(stops), "stop", "made of strings that are not empty", "''")
+    return stops
+
+
+def stop_token_ids(
+    requested: list[int] | None, *, eos: Sequence[int], ignore_eos: bool, vocab_size: int
+) -> tuple[int, ...]:
+    """Return the ids that end the text, the eos ids among them unless `ignore_eos`."""
+    for token_id in requested or ():
+        check_token_id(token_id, "stop_token_ids", vocab_size)
+    ids = (*(() if ignore_eos else eos), *(requested or ()))
+    return tuple(dict.fromkeys(ids))
+
+
+def check_token_id(token_id: int, param: str, vocab_size: int) -> None:
+    """Raise RequestError unless the id is in the vocabulary."""
+    if not 0 <= token_id < vocab_size:
+        raise RequestError(
+            f"'{param}': token id {token_id} is not in the vocabulary (0 to {vocab_size - 1}).",
+            param=param,
+        )
+
+
+def _check_ranges(fields: SamplingFields) -> None:
+    """Check what the client set; null means "not set"."""
+    rules: list[tuple[str, Callable[[Any], bool], str]] = [
+        ("temperature", lambda v: 0.0 <= v <= 2.0, "between 0 and 2"),
+        ("top_p", lambda v: 0.0 < v <= 1.0, "above 0 and at most 1"),
+        ("top_k", lambda v: v >= -1, "at least 1, or 0 or -1 for all tokens"),
+        ("min_p", lambda v: 0.0 <= v <= 1.0, "between 0 and 1"),
+        ("seed", lambda v: v in INT64, "a 64-bit signed integer"),
+    ]
+    for name, fits, rule in rules:
+        value = getattr(fields, name)
+        _check(value is None or fits(value), name, rule, value)
+
+
+def _logit_bias(
+    bias: Mapping[str, float], vocab_size: int, features: Sequence[str]
+) -> tuple[tuple[int, float], ...]:
+    if bias:
+        _need_feature("logit_bias", features)
+    if len(bias) > MAX_LOGIT_BIAS:
+        _refuse("logit_bias", f"at most {MAX_LOGIT_BIAS} entries", f"{len(bias)} of them")
+    entries = []
+    for key, value in bias.items():
+        # Only the plain spelling of an id: "7" and "07" would be one token with two biases.
+        if not (key.isascii() and key.isdecimal() and len(key) < 12 and str(int(key)) == key):
+            _refuse("logit_bias", "a map from token ids to numbers", f"the key {key[:40]!r}")
+        check_token_id(int(key), "logit_bias", vocab_size)
+        _check(-100.0 <= value <= 100.0, "logit_bias", "between -100 and 100", value)
+        entries.append((int(key), float(value)))
+    return tuple(sorted(entries))
+
+
+def _need_feature(name: str, features: Sequence[str]) -> None:
+    if name not in features:
+        raise RequestError(
+            f"'{name}' is not available: the server runs a preset with `{name} = false`. "
+            f"Serve a preset that sets `{name} = true`.",
+            param=name,
+            code="feature_disabled",
+        )
+
+
+def _first(field: T | None, default: T | None, fallback: T) -> T:
+    if field is not None:
+        return field
+    return fallback if default is None else default
+
+
+def _check(ok: bool, param: str, rule: str, got: object) -> None:
+    if not ok:
+        _refuse(param, rule, got)
+
+
+def _refuse(param: str, rule: str, got: object) -> NoReturn:
+    raise RequestError(f"'{param}' must be {rule}, got {got}.", param=param)
