@@ -69,4 +69,5 @@ def _call(call: StageCall | None) -> str:
 
 def _list(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{len(names)} variants: {', '.join(names[:_NAMED])}{more}"
+    noun = "variant" if len(names) == 1 else "variants"
+    return f"{len(names)} {noun}: {', '.join(names[:_NAMED])}{more}"

@@ -1,0 +1,109 @@
+"""tools/graph_equiv.py: exit codes and what a person reads, with a stand-in for the tracer."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from typer.testing import CliRunner
+
+from trnc.equiv.lock import PresetGraphs, StageCall, StageText, VariantGraphs, write_lock
+
+TOOL = Path(__file__).parents[2] / "tools" / "graph_equiv.py"
+
+
+def traced(model: str, preset: str, op: str) -> PresetGraphs:
+    text = StageText(
+        "layer",
+        "trnc-graph 1\n# torch 2.13.0\ninput $0: f32[4]\n"
+        f"%0: f32[4] = aten.{op}.default($0)\noutput %0\n",
+    )
+    calls = (StageCall("layer", text.digest, 30),)
+    return PresetGraphs(
+        model, preset, (VariantGraphs("decode-1/greedy", calls),), {text.digest: text}
+    )
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("graph_equiv", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    trace_with(monkeypatch, "relu")
+    return module
+
+
+def trace_with(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    graphs = ModuleType("trnc.compiler.graphs")
+    graphs.traced_graphs = lambda model, preset: traced(model, preset, op)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trnc.compiler.graphs", graphs)
+
+
+def run(tool: ModuleType, *arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(tool.app, list(arguments))
+    return result.exit_code, result.output
+
+
+def test_accept_then_check_is_clean_and_a_change_fails_until_it_is_accepted(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = ("--graphs", str(tmp_path))
+    assert run(tool, "check", *place)[0] == 1
+    code, output = run(tool, "accept", *place)
+    assert code == 0
+    assert "smollm2-135m/batch8: added, 1 variants" in output
+    assert run(tool, "check", *place) == (0, "graphs unchanged: 2 variants, 1 distinct stages\n")
+    trace_with(monkeypatch, "tanh")
+    code, output = run(tool, "check", *place)
+    assert code == 1
+    assert "- %0: f32[4] = aten.relu.default($0)" in output
+    assert "+ %0: f32[4] = aten.tanh.default($0)" in output
+    assert "graph_equiv.py accept" in output
+    assert "aten.tanh" in run(tool, "accept", *place)[1]
+    assert run(tool, "check", *place)[0] == 0
+    assert run(tool, "accept", *place) == (0, "graphs unchanged\n")
+    assert len(list((tmp_path / "stages").iterdir())) == 1
+
+
+def test_accept_replaces_a_broken_lock(tool: ModuleType, tmp_path: Path) -> None:
+    place = ("--graphs", str(tmp_path))
+    run(tool, "accept", *place)
+    (tmp_path / "smollm2-135m" / "default.toml").write_text("[")
+    code, output = run(tool, "accept", *place)
+    assert code == 0
+    assert "not a graph lock" in output
+    assert run(tool, "check", *place)[0] == 0
+
+
+def test_diff_compares_revisions_and_the_working_tree(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool, "REPOSITORY", tmp_path)
+    command = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@example.org"]
+    subprocess.run([*command, "init", "-q"], check=True)
+    for op in ("relu", "tanh"):
+        write_lock(tmp_path / "graphs", [traced("smollm2-135m", "default", op)])
+        subprocess.run([*command, "add", "graphs"], check=True)
+        subprocess.run([*command, "commit", "-q", "-m", op], check=True)
+    assert "+ %0: f32[4] = aten.tanh.default($0)" in run(tool, "diff", "HEAD~1")[1]
+    assert "+ %0: f32[4] = aten.relu.default($0)" in run(tool, "diff", "HEAD", "HEAD~1")[1]
+    assert run(tool, "diff", "HEAD") == (0, "graphs unchanged\n")
+
+
+def test_an_error_is_one_line_and_exit_code_2() -> None:
+    done = subprocess.run(
+        [sys.executable, str(TOOL), "diff", "no-such-revision"],
+        env={"PYTHONPATH": ":".join(sys.path), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: git cannot read graphs/ of revision 'no-such-revision'")
+    assert "Traceback" not in done.stderr
