@@ -103,9 +103,14 @@ class Store:
         `log` gets one line for each thing that a person should know.
         """
         self.root = root
+        self.builds = 0  # how many artifacts this object has built
         self._log = log
 
     def get(self, key: ArtifactKey) -> Path | None:
+        """Return `find(key.id)`."""
+        return self.find(key.id)
+
+    def find(self, id: str) -> Path | None:
         """Return the folder of a whole, verified artifact, or None.
 
         A damaged one is moved to `quarantine/` (where the store can be written) and logged.
@@ -113,19 +118,19 @@ class Store:
         Raises:
             StoreError: the folder may not be read.
         """
-        path = self._path(key.id)
-        if _damage(path, key.id) is None:
+        path = self._path(id)
+        if _damage(path, id) is None:
             return path
         if not path.exists():
             return None
         try:
-            with self._lock(key.id):
-                return self._get_locked(key.id)
+            with self._lock(id):
+                return self._get_locked(id)
         except OSError as error:
             if error.errno not in _NO_PERMISSION | _NO_ROOM:
                 raise
             self._log(
-                f"store: {key.kind} {key.id[:12]} is damaged ({_damage(path, key.id)}) and"
+                f"store: artifact {id[:12]} is damaged ({_damage(path, id)}) and"
                 f" cannot be set aside, as {self.root} cannot be written ({error.strerror})"
             )
             return None
@@ -225,6 +230,7 @@ class Store:
         shutil.rmtree(folder, ignore_errors=True)  # of a build that was killed
         folder.mkdir(parents=True)
         try:
+            self.builds += 1
             build(folder)
             _write_record(folder, key)
             final.parent.mkdir(parents=True, exist_ok=True)

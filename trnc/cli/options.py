@@ -1,0 +1,68 @@
+"""Options that several commands share, so that they are spelled and explained once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from trnc.checkpoint.source import DEFAULT_MODEL
+from trnc.compiler.store import default_root
+
+Backend = Literal["inductor", "eager"]
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help=f"What to run: '{DEFAULT_MODEL}' (downloaded once), a .gguf file, a Hugging Face "
+        "folder, or a hub id such as org/name.",
+    ),
+]
+PresetName = Annotated[
+    str,
+    typer.Option(
+        "--preset",
+        "-p",
+        help="The static configuration: a name from `trnc presets`, or the path of a .toml file.",
+    ),
+]
+BackendName = Annotated[
+    Backend,
+    typer.Option(
+        help="'inductor': compiled ahead of time, the fast one. 'eager': plain torch in fp32, "
+        "nothing compiled; slow, the reference for correctness.",
+    ),
+]
+StoreFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--store",
+        help="Folder of compiled artifacts. Default: $TRNC_STORE, else a folder in the user's "
+        "cache (see `trnc cache path`).",
+    ),
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option("--jobs", "-j", min=1, help="Compile in so many processes. Default: one a core."),
+]
+RequireCache = Annotated[
+    bool,
+    typer.Option(
+        "--require-cache",
+        help="Refuse to start if anything would have to be compiled.",
+    ),
+]
+
+
+def store_root(folder: Path | None) -> Path:
+    """Return the store's folder: the option, or the default."""
+    return folder or default_root()
+
+
+def job_count(jobs: int | None) -> int:
+    """Return how many processes compile."""
+    return jobs or len(os.sched_getaffinity(0))

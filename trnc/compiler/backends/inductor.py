@@ -1,0 +1,83 @@
+"""The inductor backend: one stage graph to one shared library, with AOTInductor.
+
+Our operators stay opaque calls in the compiled stage; Inductor generates what lies between them.
+Its code is compiled single-threaded: the work that is worth a second core is in our operators,
+which bring their own thread pool, and two pools on the same cores would only fight.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from trnc.errors import CompileError
+from trnc.ops.native import Target, kernel_factors
+
+STAGE_FILE = "stage.so"
+# Vector width in bits and architecture level of the code that Inductor generates for a target.
+_CODEGEN = {
+    "avx512": (512, "x86-64-v4"),
+    "avx2vnni": (256, "x86-64-v3"),
+    "avx2": (256, "x86-64-v3"),
+    "generic": (0, ""),
+}
+
+
+def options(target: Target) -> dict[str, Any]:
+    """Inductor options that shape the compiled bytes; all of them are factors of the artifact."""
+    simd_bits, march = _CODEGEN[target.name]
+    return {
+        "aot_inductor.package": False,
+        "cpp.threads": 1,
+        "cpp.simdlen": simd_bits,
+        "cpp.march": march,
+    }
+
+
+def stage_factors(graph_digest: str, target: Target) -> dict[str, str]:
+    """Everything that can change the bytes of a compiled stage."""
+    return {
+        "digest": graph_digest,
+        "backend": "inductor",
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+        "compiler": kernel_factors(target)["compiler"],
+        "target": target.name,
+        "options": json.dumps(options(target), sort_keys=True),
+    }
+
+
+def compile_stage(program: ExportedProgram, target: Target, out: Path) -> None:
+    """Compile a stage into `out/stage.so` and, for its custom operators, `out/stage.json`.
+
+    Raises:
+        CompileError: Inductor or the C++ compiler failed; the message holds the reason.
+    """
+    from torch._inductor import aot_compile
+
+    example = tuple(program.example_inputs[0]) if program.example_inputs else ()
+    scratch = out / "scratch"
+    scratch.mkdir()
+    settings = options(target) | {"aot_inductor.output_path": str(scratch / STAGE_FILE)}
+    try:
+        aot_compile(program.module(), example, options=settings)
+    except Exception as error:
+        raise CompileError(f"AOTInductor failed: {error}") from error
+    _keep_only_outputs(scratch, out)
+
+
+def _keep_only_outputs(scratch: Path, out: Path) -> None:
+    """Move the library and its operator list to `out`; sources and logs are not the artifact.
+
+    Inductor names the operator list after the source's hash; the runner looks for it beside the
+    library, under the library's own name.
+    """
+    os.replace(scratch / STAGE_FILE, out / STAGE_FILE)
+    for operators in scratch.glob("*.wrapper.json"):  # none where a stage calls none of ours
+        os.replace(operators, (out / STAGE_FILE).with_suffix(".json"))
+    shutil.rmtree(scratch)

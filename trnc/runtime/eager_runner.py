@@ -1,0 +1,62 @@
+"""The eager runner: the same programs, stage by stage in plain torch. The oracle for all others.
+
+Nothing is traced or compiled, and every operator is its reference, also where native kernels are
+loaded. With fp64 tensors it computes in fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from trnc.compiler.program import Program, ProgramConfig, build_program
+from trnc.core import VariantKey
+from trnc.models.registry import build_stage
+from trnc.ops.library import reference_mode
+from trnc.runtime.inputs import Inputs
+
+
+class EagerRunner:
+    """Runs any variant over `tensors`, which holds `weight.*` and `state.*` (written in place).
+
+    `dtype` is what activations are computed in, float32 or float64; for float64 the cache should be
+    float64 too (`kv_dtype` of the preset in `config`).
+    """
+
+    def __init__(
+        self,
+        *,
+        config: ProgramConfig,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._config = config
+        self._tensors = dict(tensors)
+        self._dtype = dtype
+
+    def run(self, key: VariantKey, inputs: Inputs) -> list[Tensor]:
+        """Run one step and return what the host reads back."""
+        program = build_program(self._config, key)
+        values = self.evaluate(program, inputs)
+        return [values[name] for name in program.outputs]
+
+    def evaluate(self, program: Program, inputs: Inputs) -> dict[str, Tensor]:
+        """Run a program and return all its values by name, `value.logits` among them."""
+        values = self._tensors | {f"input.{name}": tensor for name, tensor in inputs.items()}
+        with torch.inference_mode(), reference_mode():
+            for call in program.calls:
+                stage = build_stage(call.stage)
+                arguments = {
+                    port: values[name]
+                    for port, name in zip(stage.inputs, call.inputs, strict=True)
+                }
+                outputs = stage.function(**arguments)
+                values |= zip(call.outputs, map(self._widen, outputs), strict=True)
+            for update in program.updates:
+                getattr(torch.ops.trnc, update.op)(*(values[name] for name in update.inputs))
+        return values
+
+    def _widen(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if tensor.dtype == torch.float32 else tensor

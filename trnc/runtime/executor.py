@@ -1,0 +1,94 @@
+"""The executor: takes step plans, runs their variants one after the other, reads back the picks.
+
+One worker thread runs the steps, in the order of `submit`. With the compiled runner a step holds no
+lock of Python, so the caller can plan the next one meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from torch import Tensor
+
+from trnc.core import ExecutorInfo, StepPlan, StepResult, TokenLogprobs, VariantKey
+from trnc.runtime.catalog import Catalog
+from trnc.runtime.inputs import Inputs, build_inputs
+
+
+class ProgramRunner(Protocol):
+    """Runs the program of one variant over the device state. One module per backend."""
+
+    def run(self, key: VariantKey, inputs: Inputs) -> list[Tensor]:
+        """Run one step: tokens [R], and the three outputs of the logprobs stage if the key has it."""
+
+
+class ProgramExecutor:
+    """`trnc.core.Executor` over a catalog and a program runner."""
+
+    def __init__(
+        self,
+        *,
+        info: ExecutorInfo,
+        catalog: Catalog,
+        runner: ProgramRunner,
+        max_pages: int,
+        spare_slot: int,
+        count_compiles: Callable[[], int],
+    ) -> None:
+        self._info = info
+        self._catalog = catalog
+        self._runner = runner
+        self._max_pages = max_pages
+        self._spare_slot = spare_slot
+        self._count_compiles = count_compiles
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trnc-step")
+
+    @property
+    def info(self) -> ExecutorInfo:
+        """The limits that plans must keep."""
+        return self._info
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        """Queue one step; its inputs are built here, on the caller's thread."""
+        key = self._catalog.select(plan)
+        inputs = build_inputs(
+            plan, key, max_pages=self._max_pages, spare_slot=self._spare_slot
+        )
+        return self._worker.submit(self._run, plan, key, inputs)
+
+    def compiles_after_ready(self) -> int:
+        """Return how many artifacts were built since the executor was; anything but 0 is a bug."""
+        return self._count_compiles()
+
+    def close(self) -> None:
+        """Wait for the steps in flight and stop the worker."""
+        self._worker.shutdown(wait=True)
+
+    def _run(self, plan: StepPlan, key: VariantKey, inputs: Inputs) -> StepResult:
+        tokens, *logprobs = self._runner.run(key, inputs)
+        picked = tokens.tolist()
+        return StepResult(
+            tokens=tuple(
+                picked[row] if sequence.sample else None
+                for row, sequence in enumerate(plan.sequences)
+            ),
+            logprobs=_read_logprobs(plan, logprobs),
+        )
+
+
+def _read_logprobs(plan: StepPlan, outputs: list[Tensor]) -> tuple[TokenLogprobs | None, ...]:
+    """Cut each row's logprobs to what its request asked for."""
+    if not outputs:
+        return (None,) * len(plan.sequences)
+    chosen, ids, values = (output.tolist() for output in outputs)
+    read = []
+    for row, sequence in enumerate(plan.sequences):
+        wanted = sequence.sampling.logprobs if sequence.sample else None
+        if wanted is None:
+            read.append(None)
+        else:
+            top = tuple(zip(ids[row][:wanted], values[row][:wanted], strict=True))
+            read.append(TokenLogprobs(logprob=chosen[row], top=top))
+    return tuple(read)

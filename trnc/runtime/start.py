@@ -1,0 +1,245 @@
+"""Starting an executor: model, manifest, artifacts, weights, state, in that order.
+
+Everything slow is here and is timed; after `start_executor` returns nothing is traced or compiled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trnc.checkpoint.source import Source, resolve
+from trnc.checkpoint.weights import Weights, load_weights
+from trnc.compiler.manifest import Manifest, manifest_key, read_manifest
+from trnc.compiler.matrix import variant_matrix
+from trnc.compiler.program import ProgramConfig
+from trnc.compiler.store import Store
+from trnc.core import ExecutorInfo
+from trnc.errors import StoreError
+from trnc.models.config import ModelConfig, load_config
+from trnc.models.weights import bind_weights, choose_formats, exact_formats
+from trnc.ops import native
+from trnc.presets import Preset
+from trnc.runtime.catalog import Catalog
+from trnc.runtime.executor import ProgramExecutor, ProgramRunner
+from trnc.runtime.state import allocate_state, count_pages, free_memory_bytes
+
+Report = Callable[[str], None]
+Backend = Literal["inductor", "eager"]
+
+
+@dataclass(frozen=True, slots=True)
+class StartOptions:
+    """What to start. `require_cache` makes a missing artifact an error instead of a compile."""
+
+    model: str
+    preset: Preset
+    backend: Backend
+    store: Path
+    jobs: int
+    require_cache: bool
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds of each part of the start, in order."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Add the time of the block to a part."""
+        start = time.perf_counter()
+        yield
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A resolved model: its shape, its (not yet loaded) weights and their packed formats."""
+
+    source: Source
+    config: ModelConfig
+    weights: Weights
+
+
+def open_model(name: str, *, report: Report) -> Model:
+    """Resolve a model and read its config; raises CheckpointError."""
+    source = resolve(name, report=report)
+    config = load_config(source)
+    return Model(source=source, config=config, weights=load_weights(source, config))
+
+
+def program_config(model: Model, preset: Preset, backend: Backend) -> ProgramConfig:
+    """Return what the programs of a configuration depend on.
+
+    The context is cut to what the model computes; the eager backend keeps everything in f32.
+    """
+    limit = model.config.sliding_window or model.config.max_position
+    preset = replace(preset, max_context=min(preset.max_context, limit))
+    if backend == "eager":
+        exact = replace(preset, kv_dtype="float32")
+        return ProgramConfig(model.config, exact_formats(model.config), exact)
+    stored = {name: model.weights.stored_type(name) for name in model.weights}
+    return ProgramConfig(model.config, choose_formats(stored, model.config), preset)
+
+
+def start_executor(
+    options: StartOptions, report: Report
+) -> tuple[ProgramExecutor, dict[str, float], tuple[str, ...]]:
+    """Return a ready executor, the seconds of each part of the start, and its features.
+
+    Raises:
+        TrncError: with a message for the person who started it.
+    """
+    timings = Timings()
+    with timings.measure("model"):
+        model = open_model(options.model, report=report)
+        config = program_config(model, options.preset, options.backend)
+    store = Store(root=options.store, log=report)
+    if options.backend == "eager":
+        executor = _start_eager(model, config, timings)
+    else:
+        executor = _start_compiled(model, config, store, options, timings, report)
+    features = ("logprobs", "logit_bias")
+    return executor, timings.seconds, tuple(f for f in features if getattr(options.preset, f))
+
+
+def load_manifest(config: ProgramConfig, target: native.Target, store: Store) -> Manifest | None:
+    """Return the manifest of a configuration if it and all of its artifacts are in the store."""
+    folder = store.get(manifest_key(config, target))
+    if folder is None:
+        return None
+    manifest = read_manifest(folder)
+    ids = [manifest.kernels, manifest.runner, *manifest.stages]
+    return manifest if all(store.find(artifact) is not None for artifact in ids) else None
+
+
+def _start_compiled(
+    model: Model,
+    config: ProgramConfig,
+    store: Store,
+    options: StartOptions,
+    timings: Timings,
+    report: Report,
+) -> ProgramExecutor:
+    target = native.detect_target()
+    with timings.measure("artifacts"):
+        manifest = load_manifest(config, target, store)
+    if manifest is None:
+        with timings.measure("compile"):
+            manifest = _compile(config, target, store, options, report)
+    report(f"loading {len(manifest.stages)} compiled stages")
+    with timings.measure("artifacts"):
+        _load_libraries(manifest, store)
+    with timings.measure("weights"):
+        tensors = _load_weights(model, config)
+    from trnc.runtime.native_runner import NativeRunner  # noqa: PLC0415 - needs the library
+
+    with timings.measure("state"):
+        num_pages = count_pages(model.config, config.preset, free_bytes=free_memory_bytes())
+        tensors |= allocate_state(model.config, config.preset, num_pages=num_pages)
+    with timings.measure("link"):
+        paths = {a: str(_found(store, a) / "stage.so") for a in manifest.stages}
+        runner = NativeRunner(manifest=manifest, stage_paths=paths, tensors=tensors)
+    built = store.builds
+    keys = tuple(variant.key for variant in manifest.variants)
+    return _executor(
+        config, Catalog.of(keys), runner, num_pages, count_compiles=lambda: store.builds - built
+    )
+
+
+def _compile(
+    config: ProgramConfig,
+    target: native.Target,
+    store: Store,
+    options: StartOptions,
+    report: Report,
+) -> Manifest:
+    if options.require_cache:
+        raise StoreError(
+            f"--require-cache: not every artifact of preset '{options.preset.name}' is in "
+            f"{store.root}; run `trnc compile --preset {options.preset.name} --model "
+            f"{options.model}` first, or see what differs with `trnc explain-miss`"
+        )
+    from trnc.compiler.compile import build, plan_build  # noqa: PLC0415 - slow, not needed when warm
+
+    def tracing(done: int, total: int, label: str) -> None:
+        report(f"tracing {done + 1}/{total}: {label}")
+
+    def compiled(done: int, total: int, label: str) -> None:
+        report(f"compiled {done}/{total}: {label}")
+
+    plan = plan_build(config, target=target, store=store, report=tracing)
+    report(f"compiling {len(plan.missing)} of {len(plan.jobs)} artifacts, once")
+    return build(plan, store=store, workers=options.jobs, report=compiled)
+
+
+def _load_libraries(manifest: Manifest, store: Store) -> None:
+    from trnc.compiler.backends.runner import load_runner  # noqa: PLC0415 - not for eager
+
+    native.load_kernels(_found(store, manifest.kernels) / native.LIBRARY_NAME)
+    load_runner(_found(store, manifest.runner))
+
+
+def _found(store: Store, artifact: str) -> Path:
+    folder = store.find(artifact)
+    if folder is None:
+        raise StoreError(f"artifact {artifact[:12]} vanished from {store.root}; start again")
+    return folder
+
+
+def _start_eager(model: Model, config: ProgramConfig, timings: Timings) -> ProgramExecutor:
+    from trnc.runtime.eager_runner import EagerRunner  # noqa: PLC0415 - not for compiled backends
+
+    with timings.measure("weights"):
+        tensors = _load_weights(model, config)
+    with timings.measure("state"):
+        num_pages = count_pages(model.config, config.preset, free_bytes=free_memory_bytes())
+        tensors |= allocate_state(model.config, config.preset, num_pages=num_pages)
+    runner = EagerRunner(config=config, tensors=tensors)
+    catalog = Catalog.of(variant_matrix(config.preset))
+    return _executor(config, catalog, runner, num_pages, count_compiles=lambda: 0)
+
+
+def _load_weights(model: Model, config: ProgramConfig) -> dict[str, Tensor]:
+    with torch.inference_mode():
+        return dict(
+            bind_weights(
+                model.weights, config.model, config.formats, max_context=config.preset.max_context
+            )
+        )
+
+
+def _executor(
+    config: ProgramConfig,
+    catalog: Catalog,
+    runner: ProgramRunner,
+    num_pages: int,
+    *,
+    count_compiles: Callable[[], int],
+) -> ProgramExecutor:
+    preset = config.preset
+    info = ExecutorInfo(
+        max_rows=preset.max_rows,
+        max_prefill_tokens=preset.max_prefill_tokens,
+        max_context=preset.max_context,
+        page_size=preset.page_size,
+        num_pages=num_pages,
+        vocab_size=config.model.vocab_size,
+    )
+    return ProgramExecutor(
+        info=info,
+        catalog=catalog,
+        runner=runner,
+        max_pages=preset.max_pages,
+        spare_slot=preset.max_rows,
+        count_compiles=count_compiles,
+    )

@@ -1,0 +1,71 @@
+"""Device state: the KV pages of every layer and the last token sampled in every slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trnc.errors import ConfigError
+from trnc.models.config import ModelConfig
+from trnc.models.stage import TensorSpec
+from trnc.presets import Preset
+
+_MIB = 1 << 20
+
+
+def page_bytes(model: ModelConfig, preset: Preset) -> int:
+    """Bytes of one KV page over all layers, keys and values."""
+    item = TensorSpec((), preset.kv_dtype).torch_dtype.itemsize
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * preset.page_size * item
+
+
+def count_pages(model: ModelConfig, preset: Preset, *, free_bytes: int) -> int:
+    """Return how many KV pages to allocate, page 0 included.
+
+    `free_bytes` is what is measured to be free once the weights are loaded.
+
+    Raises:
+        ConfigError: not even one sequence of a page fits; names `kv_memory_mib`.
+    """
+    full = preset.max_rows * preset.max_pages
+    budget = preset.kv_memory_mib * _MIB or min(
+        full * page_bytes(model, preset), free_bytes // 2
+    )
+    pages = min(full, budget // page_bytes(model, preset))
+    if pages < 1:
+        raise ConfigError(
+            f"preset '{preset.name}': 'kv_memory_mib' allows {budget // _MIB} MiB for KV pages, but "
+            f"one page of this model takes {-(-page_bytes(model, preset) // _MIB)} MiB; raise it"
+        )
+    return pages + 1
+
+
+def allocate_state(model: ModelConfig, preset: Preset, *, num_pages: int) -> dict[str, Tensor]:
+    """Return the tensors of every `state.*` name.
+
+    Pages are left uninitialised, so that memory is taken when it is used: attention never lets a
+    position count that was not written. `last_tokens` has one slot more than there are rows: rows
+    that sample nothing write there.
+    """
+    kv_dtype = TensorSpec((), preset.kv_dtype).torch_dtype
+    kv, dim, page = model.num_kv_heads, model.head_dim, preset.page_size
+    state = {"state.last_tokens": torch.zeros(preset.max_rows + 1, dtype=torch.int64)}
+    for i in range(model.num_layers):
+        state[f"state.k_pages.{i}"] = torch.empty((num_pages, kv, dim, page), dtype=kv_dtype)
+        state[f"state.v_pages.{i}"] = torch.empty((num_pages, kv, page, dim), dtype=kv_dtype)
+    return state
+
+
+def free_memory_bytes() -> int:
+    """Return how much memory this process may still take: the machine's, or its cgroup's if less."""
+    fields: Mapping[str, str] = dict(
+        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines()
+    )
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
+        free = min(free, int(text) - int(used.read_text()))
+    return max(free, 0)
