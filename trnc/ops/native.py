@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import subprocess
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,12 +97,8 @@ def kernel_factors(target: Target) -> dict[str, str]:
 
     Comments and white space of the sources do not count.
     """
-    digest = hashlib.sha256()
-    for path in sorted(SOURCES.iterdir()):
-        if path.suffix in (".h", ".cpp"):
-            digest.update(f"{path.name}\0{_code_only(path.read_text())}\0".encode())
     return {
-        "kernel_sources": digest.hexdigest(),
+        "sources": source_digest(p for p in SOURCES.iterdir() if p.suffix in (".h", ".cpp")),
         "target": target.name,
         "flags": " ".join((*_COMMON_FLAGS, *target.flags)),
         "compiler": compiler_version(),
@@ -109,9 +106,17 @@ def kernel_factors(target: Target) -> dict[str, str]:
     }
 
 
+def source_digest(paths: Iterable[Path]) -> str:
+    """Return a sha-256 of C++ files; comments and white space do not count."""
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        digest.update(f"{path.name}\0{_code_only(path.read_text())}\0".encode())
+    return digest.hexdigest()
+
+
 def compiler_version() -> str:
     """Return the first line of the C++ compiler's --version; CompileError where there is none."""
-    return _run([_compiler(), "--version"]).splitlines()[0]
+    return run_compiler("--version").splitlines()[0]
 
 
 def _code_only(source: str) -> str:
@@ -139,24 +144,25 @@ def build_kernels(target: Target, out_dir: Path) -> Path:
 
     def compile_one(source: Path) -> str:
         output = str(out_dir / f"{source.stem}.o")
-        _run(
-            [_compiler(), *_COMMON_FLAGS, *target.flags, *includes, "-c", str(source), "-o", output]
-        )
+        run_compiler(*_COMMON_FLAGS, *target.flags, *includes, "-c", str(source), "-o", output)
         return output
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         objects = list(pool.map(compile_one, sources))
     library = out_dir / LIBRARY_NAME
     libraries = [f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10"]
-    _run([_compiler(), "-shared", "-pthread", *objects, *libraries, "-o", str(library)])
+    run_compiler("-shared", "-pthread", *objects, *libraries, "-o", str(library))
+    for path in objects:
+        Path(path).unlink()
     return library
 
 
-def _compiler() -> str:
-    return os.environ.get("CXX") or "g++"
+def run_compiler(*arguments: str) -> str:
+    """Run the C++ compiler ($CXX, else g++) and return what it printed.
 
-
-def _run(command: list[str]) -> str:
+    Raises CompileError with the compiler's message, or saying what to install.
+    """
+    command = [os.environ.get("CXX") or "g++", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:

@@ -1,10 +1,70 @@
 #include "bindings.h"
 
+#include <algorithm>
+#include <optional>
+#include <string>
+
 #include "kernels.h"
 #include "parallel.h"
 
 namespace trnc {
 namespace {
+
+Format format_named(const std::string& name) {
+  if (name == "f32") return Format::f32;
+  if (name == "bf16") return Format::bf16;
+  if (name == "i8g32") return Format::i8g32;
+  if (name == "i4g32") return Format::i4g32;
+  STD_TORCH_CHECK(name == "i4g32s", "weight format ", name, " is unknown");
+  return Format::i4g32s;
+}
+
+// Throws unless `weight` is packed as `format` for `width` in features and at least `tiles` tiles.
+void check_packed(const Tensor& weight, const char* name, Format format, int64_t width, int64_t tiles) {
+  check(weight, name, ScalarType::Byte, 2);
+  STD_TORCH_CHECK(format == Format::f32 || format == Format::bf16 || width % kGroup == 0, name,
+                  ": in features must be a multiple of 32, got ", width);
+  STD_TORCH_CHECK(weight.size(0) >= tiles && weight.size(1) == tile_bytes(format, width), name, " has ",
+                  weight.size(0), " tiles of ", weight.size(1), " bytes; ", width, " in features need ", tiles,
+                  " tiles of ", tile_bytes(format, width));
+}
+
+Tensor linear_op(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                 std::string_view format_name, int64_t out_features) {
+  check(x, "linear: x", ScalarType::Float, 2);
+  const Format format = format_named(std::string(format_name));
+  Tensor out = empty(x, {x.size(0), out_features}, ScalarType::Float);
+  Linear op{read<float>(x), read<uint8_t>(weight), nullptr, write<float>(out), x.size(0), x.size(1), out_features};
+  check_packed(weight, "linear: weight", format, op.in_features, op.tiles());
+  if (bias) {
+    check(*bias, "linear: bias", ScalarType::Float, 1);
+    STD_TORCH_CHECK(bias->size(0) == out_features, "linear: bias has ", bias->size(0), " elements, not ", out_features);
+    op.bias = read<float>(*bias);
+  }
+  format == Format::f32 || format == Format::bf16 ? linear_dense(op, format) : linear_grouped(op, format);
+  return out;
+}
+
+Tensor embedding_op(const Tensor& ids, const Tensor& weight, std::string_view format_name, int64_t width) {
+  check(ids, "embedding: ids", ScalarType::Long, 1);
+  const Format format = format_named(std::string(format_name));
+  check_packed(weight, "embedding: weight", format, width, 1);
+  Tensor out = empty(weight, {ids.size(0), width}, ScalarType::Float);
+  const int64_t* id = read<int64_t>(ids);
+  const int64_t rows = ids.size(0), limit = weight.size(0) * kTileWidth;
+  for (int64_t row = 0; row < rows; ++row) {
+    STD_TORCH_CHECK(id[row] < limit, "embedding: id ", id[row], " is not below ", limit);
+  }
+  const uint8_t* table = read<uint8_t>(weight);
+  float* to = write<float>(out);
+  parallel_for(rows, std::max<int64_t>(1, 16384 / (width + 1)), [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      if (id[row] < 0) std::fill_n(to + row * width, width, 0.0f);
+      else unpack_row(table, format, id[row], to + row * width, width);
+    }
+  });
+  return out;
+}
 
 Tensor rms_norm_op(const Tensor& x, const Tensor& weight, double eps) {
   check(x, "rms_norm: x", ScalarType::Float, 2);
@@ -46,6 +106,8 @@ STABLE_TORCH_LIBRARY_IMPL(trnc, CompositeExplicitAutograd, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(trnc, CPU, m) {
+  m.impl("linear", TORCH_BOX(&trnc::linear_op));
+  m.impl("embedding", TORCH_BOX(&trnc::embedding_op));
   m.impl("rms_norm", TORCH_BOX(&trnc::rms_norm_op));
   m.impl("silu_mul", TORCH_BOX(&trnc::silu_mul_op));
 }

@@ -6,7 +6,39 @@
 
 namespace trnc {
 
+// trnc/ops/packing.py describes the layouts.
+enum class Format { f32, bf16, i8g32, i4g32, i4g32s };
+
+constexpr int64_t kGroup = 32;
+constexpr int64_t kTileWidth = 16;
+
+// Bytes of one tile of 16 output features.
+constexpr int64_t tile_bytes(Format format, int64_t in_features) {
+  switch (format) {
+    case Format::f32: return in_features * 64;
+    case Format::bf16: return (in_features + 1) / 2 * 64;
+    case Format::i8g32: return in_features / kGroup * 544;
+    case Format::i4g32: return in_features / kGroup * 320;
+    case Format::i4g32s: return in_features / kGroup * 288;
+  }
+  return 0;
+}
+
+struct Linear {
+  const float* x;         // [rows, in_features]
+  const uint8_t* weight;  // packed
+  const float* bias;      // [out_features], or null
+  float* out;             // [rows, out_features]
+  int64_t rows, in_features, out_features;
+
+  int64_t tiles() const { return (out_features + kTileWidth - 1) / kTileWidth; }
+};
+
 void rms_norm(const float* x, const float* weight, float* out, int64_t rows, int64_t width, float eps);
 void silu_mul(const float* gate_up, float* out, int64_t rows, int64_t width);
+void linear_dense(const Linear& op, Format format);    // f32, bf16
+void linear_grouped(const Linear& op, Format format);  // i8g32, i4g32, i4g32s
+// Writes row `id` of a packed weight, widened to f32, to out [width].
+void unpack_row(const uint8_t* weight, Format format, int64_t id, float* out, int64_t width);
 
 }  // namespace trnc

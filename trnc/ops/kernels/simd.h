@@ -5,7 +5,8 @@
 //   load_n, store_n     the first n lanes only (0 <= n; 16 or more is all); the rest load as zero
 //   Mask                bit i stands for lane i: less, equal, select(mask, where set, elsewhere)
 //   to_int              to the nearest, ties to even, for |x| < 2^22; to_float
-//   first_lane          lane 0; kWide: whether a vector is one register (else two or more)
+//   first_lane          lane 0
+//   kWide, kUnroll      whether a vector is one register; how far to unroll loops over registers
 //   Bytes64             16 lanes of 4 bytes. dot_u4(acc, w, a) adds to each lane the products of its
 //                       four bytes of w, each in 0..15, with the four signed bytes of a (-127..127).
 //                       dot_u8 does so for w in 0..255 that stand for w - 128, where an accumulator must

@@ -6,6 +6,7 @@
 namespace trnc {
 
 constexpr bool kWide = false;
+constexpr int kUnroll = 8;
 
 struct F32x16 { __m256 lo, hi; };
 struct I32x16 { __m256i lo, hi; };

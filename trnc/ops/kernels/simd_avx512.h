@@ -6,6 +6,7 @@
 namespace trnc {
 
 constexpr bool kWide = true;
+constexpr int kUnroll = 8;
 
 struct F32x16 { __m512 v; };
 struct I32x16 { __m512i v; };

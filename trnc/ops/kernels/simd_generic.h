@@ -4,6 +4,7 @@
 namespace trnc {
 
 constexpr bool kWide = false;
+constexpr int kUnroll = 1;  // unrolled, these take the compiler half a minute
 
 namespace detail {
 using FloatVector = float __attribute__((vector_size(64)));
@@ -18,7 +19,7 @@ inline Mask mask_of(IntVector lanes) {
 
 struct F32x16 { detail::FloatVector v; };
 struct I32x16 { detail::IntVector v; };
-struct Bytes64 { uint8_t b[64]; };
+struct Bytes64 { detail::UintVector v; };
 
 inline F32x16 broadcast(float x) { return {detail::FloatVector{} + x}; }
 inline I32x16 broadcast(int32_t x) { return {detail::IntVector{} + x}; }
@@ -94,20 +95,10 @@ inline Bytes64 load_bytes(const void* p) {
   std::memcpy(&a, p, sizeof a);
   return a;
 }
-inline Bytes64 low_nibbles(Bytes64 a) {
-  for (uint8_t& b : a.b) b &= 15;
-  return a;
-}
-inline Bytes64 high_nibbles(Bytes64 a) {
-  for (uint8_t& b : a.b) b >>= 4;
-  return a;
-}
+inline Bytes64 low_nibbles(Bytes64 a) { return {a.v & 0x0f0f0f0fu}; }
+inline Bytes64 high_nibbles(Bytes64 a) { return {a.v >> 4 & 0x0f0f0f0fu}; }
 inline I32x16 dot_u4(I32x16 acc, Bytes64 w, int32_t a) {
-  int8_t s[4];
-  std::memcpy(s, &a, sizeof s);
-  for (int i = 0; i < kLanes; ++i) {
-    acc.v[i] += w.b[4 * i] * s[0] + w.b[4 * i + 1] * s[1] + w.b[4 * i + 2] * s[2] + w.b[4 * i + 3] * s[3];
-  }
+  for (int i = 0; i < 32; i += 8) acc.v += detail::IntVector(w.v >> i & 255u) * static_cast<int8_t>(a >> i);
   return acc;
 }
 constexpr int kInt8Bias = 128;
