@@ -26,6 +26,7 @@ class Dense:
     weight: Tensor
 
     def __post_init__(self) -> None:
+        """Check dtypes and shapes; raises CheckpointError."""
         _check("Dense.weight", self.weight, _FLOATS)
 
     @property
@@ -54,6 +55,7 @@ class Int8Groups:
     scale: Tensor
 
     def __post_init__(self) -> None:
+        """Check dtypes and shapes; raises CheckpointError."""
         _check("Int8Groups.q", self.q, (torch.int8,))
         _check_groups("Int8Groups.scale", self.scale, self.q)
 
@@ -88,6 +90,7 @@ class Int4Groups:
     offset: Tensor | None
 
     def __post_init__(self) -> None:
+        """Check dtypes and shapes; raises CheckpointError."""
         _check("Int4Groups.q", self.q, (torch.uint8,))
         _check_groups("Int4Groups.scale", self.scale, self.q)
         if self.offset is not None:

@@ -1,9 +1,9 @@
 """The op namespace `trnc`: one declaration for each op, with its reference beside it.
 
-An op has a schema, a fake implementation (shapes only, for tracing) and a plain-torch reference. The
-reference runs wherever no native kernel is loaded; `trnc.ops.native` takes over the CPU key when it
-loads the compiled library. References are dtype polymorphic: given fp64 activations they compute in
-fp64, which is what makes the eager backend an oracle.
+An op has a schema, a fake implementation (shapes only, for tracing) and a plain-torch reference.
+The reference runs wherever no native kernel is loaded; `trnc.ops.native` takes over the CPU key
+when it loads the compiled library. References are dtype polymorphic: given fp64 activations they
+compute in fp64, which is what makes the eager backend an oracle.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _LIBRARY = torch.library.Library("trnc", "DEF")
 def declare(schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Declare the op `trnc::<schema>`; call once, when the module of the op is imported.
 
-    `reference` and `fake` take the arguments of the schema in its order. `fake` sees tensors without
-    data and returns tensors of the right shape and dtype.
+    `reference` and `fake` take the arguments of the schema in its order. `fake` sees tensors
+    without data and returns tensors of the right shape and dtype.
     """
     name = schema[: schema.index("(")]
     _LIBRARY.define(schema)
@@ -46,4 +46,4 @@ class _ReferenceMode(TorchDispatchMode):
 
 def reference_mode() -> TorchDispatchMode:
     """Return a context in which ops of this namespace run their references, native or not."""
-    return _ReferenceMode()
+    return _ReferenceMode()  # type: ignore[no-untyped-call]

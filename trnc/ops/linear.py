@@ -1,7 +1,7 @@
 """The linear layer and the embedding, on packed weights of any format.
 
 For grouped formats the native `linear` quantises each row of activations, in groups of 32, to int8
-(scale = largest magnitude / 127), multiplies integers exactly and accumulates groups in order in f32.
+(scale = largest magnitude / 127), multiplies integers exactly and adds up groups in order in f32.
 So it differs from the reference, which does not quantise activations, by at most
 sum over groups of (scale / 2) * sum |w|, plus rounding. A row's bits never depend on other rows.
 """
@@ -57,8 +57,8 @@ def linear(
 ) -> Tensor:
     """Return x @ W^T + bias, [T, N].
 
-    `x` [T, K] f32 (the reference takes fp64 too); `weight` is W [N, K] packed as `format`; `bias` [N]
-    f32 or None. The bias is added last.
+    `x` [T, K] f32 (the reference takes fp64 too); `weight` is W [N, K] packed as `format`; `bias`
+    [N] f32 or None. The bias is added last.
     """
     result: Tensor = torch.ops.trnc.linear.default(x, weight, bias, format, out_features)
     return result

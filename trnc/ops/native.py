@@ -177,8 +177,6 @@ def run_compiler(*arguments: str) -> str:
 
 def load_kernels(path: Path) -> None:
     """Register the kernels of the library at `path` and size their thread pool; idempotent."""
-    import trnc.ops  # noqa: PLC0415  the ops must be declared before kernels are registered
-
     torch.ops.load_library(str(path))
     set_num_threads(default_threads())
 

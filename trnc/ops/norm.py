@@ -13,20 +13,29 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * scale * weight.to(x.dtype)
 
 
+def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    del weight, eps
+    return torch.empty_like(x)
+
+
 def _silu_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
 
+def _silu_mul_fake(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+
+
 declare(
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
     reference=_rms_norm,
-    fake=lambda x, weight, eps: torch.empty_like(x),
+    fake=_rms_norm_fake,
 )
 declare(
     "silu_mul(Tensor gate_up) -> Tensor",
     reference=_silu_mul,
-    fake=lambda gate_up: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2),
+    fake=_silu_mul_fake,
 )
 
 

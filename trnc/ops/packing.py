@@ -1,16 +1,16 @@
 """Packed weights: the one layout that kernels of every instruction set read.
 
-A packed weight is uint8 [tiles, tile bytes]. A tile holds 16 output features (N is padded with rows of
-zeros), and within it the input features come in the order in which a kernel needs them, so that
+A packed weight is uint8 [tiles, tile bytes]. A tile holds 16 output features (N is padded with rows
+of zeros), and within it the input features come in the order in which a kernel needs them, so that
 multiplying one row of activations reads each tile as one stream:
 
 - `f32`: for each k, 16 floats.
 - `bf16`: for each pair of k, 16 pairs of bf16 (an odd K is padded with zero).
 - the grouped formats: for each group of 32 k, one record:
-  - `i8g32`: 8 blocks of 64 bytes, then 16 scales (f16). Block b holds k = 4b..4b+3 of the group: 16
-    features of 4 bytes, each q + 128.
-  - `i4g32`: 4 blocks of 64 bytes, 16 scales, 16 offsets (f16). Block b holds k = 4b..4b+3 in the low
-    nibbles and k = 16+4b..16+4b+3 in the high ones.
+  - `i8g32`: 8 blocks of 64 bytes, then 16 scales (f16). Block b holds k = 4b..4b+3 of the group:
+    16 features of 4 bytes, each q + 128.
+  - `i4g32`: 4 blocks of 64 bytes, 16 scales, 16 offsets (f16). Block b holds k = 4b..4b+3 in the
+    low nibbles and k = 16+4b..16+4b+3 in the high ones.
   - `i4g32s`: the same without offsets; a nibble stands for q - 8.
 """
 
@@ -34,15 +34,16 @@ _INT8_BIAS = 128
 
 
 def packed_shape(format: str, out_features: int, in_features: int) -> tuple[int, int]:
-    """Return (tiles, bytes of a tile) of a packed weight [N, K]; ConfigError for a bad format or K."""
+    """Return (tiles, bytes of a tile) of a packed [N, K]; ConfigError for a bad format or K."""
     tiles = -(-out_features // TILE)
     if format == "f32":
         return tiles, in_features * TILE * 4
     if format == "bf16":
         return tiles, -(-in_features // 2) * TILE * 4
     if format not in _RECORD_BYTES:
+        known = ", ".join(FORMATS)
         raise ConfigError(
-            f"weight format {format!r} is not one of {', '.join(FORMATS)}.{nearest(format, FORMATS)}"
+            f"weight format {format!r} is not one of {known}.{nearest(format, FORMATS)}"
         )
     if in_features % GROUP:
         raise ConfigError(
@@ -141,7 +142,8 @@ def _bfloat16(logical: Layout) -> Tensor:
 
 def _quads(q: Tensor) -> Tensor:
     """Order q uint8 [N, K] as [tiles, G, 8 blocks, 64 bytes]."""
-    tiles = _pad_rows(q).unflatten(2, (-1, GROUP // 4, 4))
+    padded = _pad_rows(q)
+    tiles = padded.view(padded.shape[0], TILE, -1, GROUP // 4, 4)
     return tiles.permute(0, 2, 3, 1, 4).flatten(3)
 
 
