@@ -108,8 +108,10 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Return the next step, or None if there is nothing to do before the next `commit`."""
-        turns: tuple[Step, Step] = ("prefill", "decode")
-        for step in turns if self._last_step == "decode" else turns[::-1]:
+        turns: tuple[Step, ...] = ("prefill", "decode")
+        if self._last_step == "prefill":
+            turns = ("decode", *turns)  # again at the end, for those whom the prefill turn admits
+        for step in turns:
             rows = self._plan_prefill() if step == "prefill" else self._plan_decode()
             if rows:
                 plan = StepPlan(step, tuple(row.plan for row in rows))
