@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from trnc.engine.messages import Stats
 from trnc.engine.process import EngineOptions, serve_engine
 from trnc.serve.app import create_app
 from trnc.serve.engine_client import EngineClient, bind_socket
+from trnc.serve.launch import ServeOptions, listen
 from trnc.serve.model import ServedModel
 
 MODEL = "toy/model"
@@ -160,7 +160,7 @@ class Server:
             app, http="httptools", lifespan="off", log_level="warning", timeout_graceful_shutdown=1
         )
         self._uvicorn = _Uvicorn(config)
-        with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+        with listen(ServeOptions(port=0)) as listener:
             self.port = listener.getsockname()[1]
             started.set()
             await self._uvicorn.serve(sockets=[listener])

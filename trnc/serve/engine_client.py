@@ -89,7 +89,7 @@ class EngineClient:
         watcher = asyncio.ensure_future(_wait_for_event(monitor))
         try:
             await asyncio.wait((reader, watcher), return_when=asyncio.FIRST_COMPLETED)
-            self.lose("The engine closed its connection.")
+            self.lose("The engine closed its connection; its log says why.")
             if reader.done():
                 reader.result()
         finally:

@@ -32,19 +32,22 @@ from trnc.serve.app import MAX_BODY_BYTES, create_app
 from trnc.serve.engine_client import EngineClient, bind_socket
 from trnc.serve.model import ServedModel
 
-ENGINE_STOP_SECONDS = 10.0  # how long an engine may take for its last step
-
 EngineArgv = Callable[[str], Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Where and how to listen. `grace_seconds` is what open requests get at the end."""
+    """Where and how to listen, and how long to wait at the end.
+
+    Open requests get `grace_seconds` to finish, then the engine `engine_stop_seconds` for its last
+    step.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
     max_body_bytes: int = MAX_BODY_BYTES
-    grace_seconds: float = 30.0
+    grace_seconds: int = 30
+    engine_stop_seconds: float = 10.0
 
 
 def serve(
@@ -64,7 +67,7 @@ def serve(
         ConfigError: the address cannot be bound.
         EngineError: the engine ended before it was ready.
     """
-    with _listen(options) as listener:
+    with listen(options) as listener:
         return uvloop.run(
             _serve(
                 listener=listener,
@@ -89,7 +92,7 @@ async def _serve(
     def show(line: str) -> None:
         console.print(f"[dim]{time.perf_counter() - started:6.1f} s[/dim]  {line}", highlight=False)
 
-    async with _engine(engine_argv, show) as engine:
+    async with _engine(engine_argv, show, options.engine_stop_seconds) as engine:
         app = create_app(engine=engine, model=model, max_body_bytes=options.max_body_bytes)
         server = _Server(_uvicorn_config(app, options))
         loop = asyncio.get_running_loop()
@@ -113,7 +116,7 @@ async def _serve(
 
 @asynccontextmanager
 async def _engine(
-    engine_argv: EngineArgv, show: Callable[[str], None]
+    engine_argv: EngineArgv, show: Callable[[str], None], stop_seconds: float
 ) -> AsyncIterator[EngineClient]:
     """Run an engine process and the client of it; both are gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="trnc-") as folder, zmq.asyncio.Context() as context:
@@ -130,7 +133,7 @@ async def _engine(
             yield client
         finally:
             client.shutdown()
-            await _stop(process)
+            await _stop(process, stop_seconds)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -141,11 +144,11 @@ async def _watch(process: asyncio.subprocess.Process, client: EngineClient) -> N
     client.lose(f"The engine process ended with status {status}; its log says why.")
 
 
-async def _stop(process: asyncio.subprocess.Process) -> None:
+async def _stop(process: asyncio.subprocess.Process, seconds: float) -> None:
     """Wait for an engine that was asked to stop; then insist."""
     for insist in (process.terminate, process.kill):
         try:
-            await asyncio.wait_for(process.wait(), ENGINE_STOP_SECONDS)
+            await asyncio.wait_for(process.wait(), seconds)
             return
         except TimeoutError:
             with suppress(ProcessLookupError):
@@ -171,21 +174,28 @@ def _uvicorn_config(app: object, options: ServeOptions) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=int(options.grace_seconds),
+        timeout_graceful_shutdown=options.grace_seconds,
     )
 
 
 @contextmanager
-def _listen(options: ServeOptions) -> Iterator[socket.socket]:
-    """Bind the address now; raises ConfigError saying what to do about it."""
+def listen(options: ServeOptions) -> Iterator[socket.socket]:
+    """Bind the address now; raises ConfigError saying what to do about it.
+
+    Connections inherit TCP_NODELAY. Event loops set it only on sockets that they make themselves,
+    and without it an answer's body waits 40 ms for the acknowledgement of its headers.
+    """
+    if not 0 <= options.port < 2**16:  # getaddrinfo would take it modulo 65536
+        raise ConfigError(f"--port must be between 0 and 65535, got {options.port}.")
     try:
         family, _, _, _, address = socket.getaddrinfo(
             options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except (socket.gaierror, OverflowError) as error:
-        raise ConfigError(f"--host {options.host} --port {options.port}: {error}") from None
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(f"--host {options.host}: {error}") from None
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             listener.bind(address)
             listener.listen(2048)
