@@ -171,6 +171,16 @@ def test_another_process_hash_seed_and_folder_give_the_same_text(tmp_path: Path)
         assert done.stdout == text
 
 
+def test_a_default_that_is_spelled_out_in_the_graph_is_dropped() -> None:
+    program = export(base, X, W, Z)
+    text = canonical_text(program)
+    sub = next(n for n in program.graph.nodes if n.name == "sub")
+    sub.kwargs = {"alpha": 1}
+    assert canonical_text(program) == text
+    sub.kwargs = {"alpha": 2}
+    assert "aten.sub.Tensor(%1, $2, alpha=2)" in canonical_text(program)
+
+
 def base(x: Tensor, w: Tensor, z: Tensor) -> Any:
     y = torch.relu(x * 2.0) - z
     return y @ w, y.sum(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import signal
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import IO
 
 import pytest
 from hypothesis import given, settings
@@ -70,6 +72,8 @@ def test_an_artifact_is_built_once_and_found_by_another_store_object(store: Stor
     assert store.get_or_build(KEY, forbidden) == path
     again = Store(root=store.root, log=pytest.fail)
     assert again.get(KEY) == path
+    assert again.find(KEY.id) == path
+    assert (store.builds, again.builds) == (1, 0)
     assert again.get(OTHER) is None
 
 
@@ -305,6 +309,28 @@ def test_threads_that_want_one_artifact_build_it_once(store: Store) -> None:
     for thread in threads:
         thread.join()
     assert len(built) == 1
+
+
+def test_a_lock_that_gc_removed_while_we_waited_is_taken_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = store.root / "locks" / f"{KEY.id}.lock"
+    flock, calls = fcntl.flock, []
+
+    def flock_after_gc(file: IO[str], flags: int) -> None:
+        if not calls:
+            lock.unlink()
+        calls.append(flags)
+        flock(file, flags)
+
+    def build_alone(folder: Path) -> None:
+        with lock.open() as file, pytest.raises(BlockingIOError):
+            flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        build(folder)
+
+    monkeypatch.setattr(fcntl, "flock", flock_after_gc)
+    store.get_or_build(KEY, build_alone)
+    assert len(calls) == 2
 
 
 # Collection

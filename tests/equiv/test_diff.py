@@ -55,6 +55,16 @@ def test_one_edge_is_one_pair_of_lines() -> None:
     ]
 
 
+def test_two_changes_in_a_row_are_two_pairs_of_lines() -> None:
+    after = BEFORE.replace("(%0, 2)", "(%0, 3)").replace("aten.sigmoid", "aten.tanh")
+    assert tagged(BEFORE, after) == [
+        "-%1: f32[4, 8] = aten.mul.Tensor(%0, 2)",
+        "+%1: f32[4, 8] = aten.mul.Tensor(%0, 3)",
+        "-%2: f32[4, 8] = aten.sigmoid.default(%1)",
+        "+%2: f32[4, 8] = aten.tanh.default(%1)",
+    ]
+
+
 INSERTED = """\
 trnc-graph 1
 # torch 2.13.0

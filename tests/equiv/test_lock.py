@@ -153,6 +153,23 @@ def test_one_change_at_many_shapes_is_shown_once() -> None:
     assert "2 of 2 variants changed" in report
 
 
+def test_changes_that_differ_in_an_edge_are_both_shown() -> None:
+    def wired(first: str, second: str, rows: int) -> str:
+        lines = stage("exp", rows).splitlines()
+        lines.insert(5, f"%2: f32[{rows}, 8] = aten.stack.default([{first}, {second}])")
+        return "\n".join([*lines[:-1], "output %2"]) + "\n"
+
+    before = [wired("%0", "%1", 1), wired("%0", "%1", 4)]
+    after = [wired("%1", "%0", 1), wired("%0", "$0", 4)]
+    old, new = (
+        preset({f"decode-{i}/greedy": [("layer", text, 1)] for i, text in enumerate(texts)})
+        for texts in (before, after)
+    )
+    report = format_diff(compare([old], [new]))
+    assert "+ %2: f32[1, 8] = aten.stack.default([%1, %0])" in report
+    assert "+ %2: f32[4, 8] = aten.stack.default([%0, $0])" in report
+
+
 def test_two_different_changes_are_both_shown() -> None:
     after = variants("tanh")
     after["decode-4/greedy"][1] = ("layer", stage("exp"), 30)

@@ -58,9 +58,9 @@ def _stage_lines(change: StageChange, shown: dict[tuple[str, ...], str]) -> list
 
 
 def _signature(lines: Sequence[DiffLine]) -> tuple[str, ...]:
-    """The changed lines without shapes and value names."""
-    texts = (line.tag + re.sub(r"[$%]n?\d+", "%", line.text) for line in changed(lines))
-    return tuple(re.sub(r"(\[|\{)[^\[\]{}%]*(\]|\})", r"\1\2", text) for text in texts)
+    """The changed lines without shapes."""
+    sizes = re.compile(r"(\[|\{)[^\[\]{}%$]*(\]|\})")
+    return tuple(line.tag + sizes.sub(r"\1\2", line.text) for line in changed(lines))
 
 
 def _call(call: StageCall | None) -> str:
