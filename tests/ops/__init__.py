@@ -1,0 +1,1 @@
+"""Tests of the operators and their kernels."""
