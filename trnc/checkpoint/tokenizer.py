@@ -11,10 +11,11 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from trnc.checkpoint.decoding import ByteStream, TextStream, classify, token_bytes
@@ -163,7 +164,6 @@ def _from_folder(source: Source) -> Tokenizer:
     config = read_json(source, "tokenizer_config.json")
     named = _named_tokens(config)
     _add_tokens(backend, config, named)
-    _set_bos_eos(backend, config, named)
     template = _chat_template(source, config)
     eos = list(from_folder(read_json(source, "generation_config.json")).eos_token_ids)
     ends = [named.get("eos_token"), *(t for t in _TURN_ENDS if template and t in template)]
@@ -210,25 +210,6 @@ def _add_tokens(backend: Backend, config: Mapping[str, Any], named: Mapping[str,
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     missing = {t for t in named.values() if t not in known and backend.token_to_id(t) is not None}
     backend.add_special_tokens(sorted(missing))
-
-
-def _set_bos_eos(backend: Backend, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Let explicit `add_bos_token` and `add_eos_token` replace the post-processor."""
-    if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
-        return
-    parts = {}
-    for end in ("bos", "eos"):
-        token = named.get(f"{end}_token")
-        if config.get(f"add_{end}_token") and token is not None:
-            token_id = backend.token_to_id(token)
-            if token_id is None:
-                raise CheckpointError(f"tokenizer_config.json: '{end}_token' {token!r} is no token")
-            parts[end] = (token, token_id)
-    single = [parts[end][0] for end in ("bos",) if end in parts] + ["$A"]
-    single += [parts[end][0] for end in ("eos",) if end in parts]
-    backend.post_processor = processors.TemplateProcessing(
-        single=single, special_tokens=list(parts.values())
-    )
 
 
 def _chat_template(source: Source, config: Mapping[str, Any]) -> str | None:
@@ -289,9 +270,10 @@ def _derived(path: Path, metadata: Mapping[str, Any], cache: Path) -> Backend:
 
 def _keep(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with suppress(OSError):  # a cache that cannot be written only costs time
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(data)
-        temporary.replace(path)
-    except OSError:  # a cache that cannot be written only costs time
-        temporary.unlink(missing_ok=True)
+        try:
+            temporary.write_bytes(data)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
