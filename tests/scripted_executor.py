@@ -213,7 +213,7 @@ class ScriptedExecutor:
             last = self._last[sequence.slot]
             lost = sequence.slot in self._lost_slots
             assert last is not None or lost, f"slot {sequence.slot} has not sampled a token"
-            token_ids = (last or 0,)
+            token_ids = (0 if last is None else last,)
         for position, token in enumerate(token_ids, start=sequence.start):
             self._pages[sequence.pages[position // size]][position % size] = (position, token)
         history = self._history(sequence)
@@ -227,7 +227,7 @@ class ScriptedExecutor:
     def _history(self, sequence: SequencePlan) -> list[int]:
         """Read positions `0 .. start + count - 1` back through the pages."""
         size = self.info.page_size
-        history = []
+        history: list[int] = []
         for position in range(sequence.start + sequence.count):
             cell = self._pages[sequence.pages[position // size]][position % size]
             if cell is None or cell[0] != position:

@@ -1,4 +1,4 @@
-"""Both loops end to end: the same tokens per request, whatever arrives and however it is squeezed."""
+"""Both loops end to end: the same tokens per request, whatever arrives and on however few pages."""
 
 from __future__ import annotations
 

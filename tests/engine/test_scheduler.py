@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -30,8 +32,10 @@ class Bench:
         self.executor = ScriptedExecutor(info=self.info)
         self.deltas: list[Delta] = []
 
-    def add(self, request_id: str, prompt: range | list[int], *args: int, **fields: object) -> None:
-        self.deltas += self.scheduler.submit(submit(request_id, prompt, *args, **fields))
+    def add(
+        self, request_id: str, prompt: Iterable[int], max_tokens: int = 4, **fields: object
+    ) -> None:
+        self.deltas += self.scheduler.submit(submit(request_id, prompt, max_tokens, **fields))
 
     def step(self) -> StepPlan:
         plan = self.scheduler.plan()
