@@ -169,19 +169,19 @@ def test_embedding_rows_are_the_weight_s(
 
 def test_wrong_arguments_are_named() -> None:
     weight, x = packed_weight("i4g32", 20, 64), random_rows(2, 64)
-    with pytest.raises(RuntimeError, match="linear: x: expected .* Float, got .* Double"):
+    with pytest.raises(RuntimeError, match=r"linear: x: expected .* Float, got .* Double"):
         linear(x.double(), weight, None, "i4g32", 20)
-    with pytest.raises(RuntimeError, match="linear: x: expected a contiguous"):
+    with pytest.raises(RuntimeError, match=r"linear: x: expected a contiguous"):
         linear(random_rows(64, 2).T, weight, None, "i4g32", 20)
-    with pytest.raises(RuntimeError, match="weight format i5 is unknown"):
+    with pytest.raises(RuntimeError, match=r"weight format i5 is unknown"):
         linear(x, weight, None, "i5", 20)
-    with pytest.raises(RuntimeError, match="linear: weight has 2 tiles of 640 bytes"):
+    with pytest.raises(RuntimeError, match=r"linear: weight has 2 tiles of 640 bytes"):
         linear(x, weight, None, "i8g32", 20)
-    with pytest.raises(RuntimeError, match="linear: weight has 2 tiles"):
+    with pytest.raises(RuntimeError, match=r"linear: weight has 2 tiles"):
         linear(x, weight, None, "i4g32", 33)
-    with pytest.raises(RuntimeError, match="linear: bias has 19 elements, not 20"):
+    with pytest.raises(RuntimeError, match=r"linear: bias has 19 elements, not 20"):
         linear(x, weight, torch.zeros(19), "i4g32", 20)
-    with pytest.raises(RuntimeError, match="embedding: id 32 is not below 32"):
+    with pytest.raises(RuntimeError, match=r"embedding: id 32 is not below 32"):
         embedding(torch.tensor([0, 32]), weight, "i4g32", 64)
 
 

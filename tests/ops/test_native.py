@@ -82,10 +82,10 @@ def test_a_target_can_be_forced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TRNC_TARGET", "generic")
     assert native.detect_target(info).name == "generic"
     monkeypatch.setenv("TRNC_TARGET", "avx521")
-    with pytest.raises(ConfigError, match="TRNC_TARGET=avx521.*Did you mean 'avx512'"):
+    with pytest.raises(ConfigError, match=r"TRNC_TARGET=avx521.*Did you mean 'avx512'"):
         native.detect_target(info)
     monkeypatch.setenv("TRNC_TARGET", "avx512")
-    with pytest.raises(ConfigError, match="needs avx512_vnni, .* which this processor lacks"):
+    with pytest.raises(ConfigError, match=r"needs avx512_vnni, .* which this processor lacks"):
         native.detect_target(info)
 
 
@@ -110,9 +110,9 @@ def test_a_missing_compiler_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(CompileError, match="no-such-compiler was not found; install g\\+\\+"):
+    with pytest.raises(CompileError, match=r"no-such-compiler was not found; install g\+\+"):
         native.build_kernels(native.TARGETS[-1], tmp_path)
-    with pytest.raises(CompileError, match="no-such-compiler"):
+    with pytest.raises(CompileError, match=r"no-such-compiler"):
         native.kernel_factors(native.TARGETS[-1])
 
 
@@ -121,7 +121,7 @@ def test_a_compile_failure_holds_the_message(
 ) -> None:
     (tmp_path / "broken.cpp").write_text("int x = nothing;\n")
     monkeypatch.setattr(native, "SOURCES", tmp_path)
-    with pytest.raises(CompileError, match="broken.cpp.*(\n.*)*nothing"):
+    with pytest.raises(CompileError, match=r"broken.cpp.*(\n.*)*nothing"):
         native.build_kernels(native.TARGETS[-1], tmp_path / "out")
 
 
@@ -141,7 +141,7 @@ def test_threads_come_from_the_variable_or_the_limits(
     assert native.default_threads(tmp_path) == 4
     for bad in ("0", "-1", "two", "1.5"):
         monkeypatch.setenv("TRNC_THREADS", bad)
-        with pytest.raises(ConfigError, match="TRNC_THREADS"):
+        with pytest.raises(ConfigError, match=r"TRNC_THREADS"):
             native.default_threads(tmp_path)
 
 
@@ -160,7 +160,7 @@ def test_loading_again_changes_nothing(native_library: Path) -> None:
     native.load_kernels(native_library)
     native.set_num_threads(3)
     assert native.num_threads() == 3
-    with pytest.raises(RuntimeError, match="must be at least 1, got 0"):
+    with pytest.raises(RuntimeError, match=r"must be at least 1, got 0"):
         native.set_num_threads(0)
     native.load_kernels(native_library)
     assert native.num_threads() == native.default_threads()
@@ -173,9 +173,8 @@ def test_calls_from_several_threads_do_not_mix(native_library: Path) -> None:
     wrong = []
 
     def work(index: int) -> None:
-        for _ in range(200):
-            if not torch.equal(linear(rows[index], weight, None, "i4g32", 480), wanted[index]):
-                wrong.append(index)
+        out = [linear(rows[index], weight, None, "i4g32", 480) for _ in range(200)]
+        wrong.extend(index for each in out if not torch.equal(each, wanted[index]))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     for thread in threads:

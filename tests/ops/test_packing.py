@@ -42,15 +42,15 @@ def test_extreme_values_survive() -> None:
 
 def test_bad_formats_and_pairings_are_named() -> None:
     dense = Dense(torch.zeros(4, 40))
-    with pytest.raises(ConfigError, match="Did you mean 'i4g32"):
+    with pytest.raises(ConfigError, match=r"Did you mean 'i4g32"):
         pack(dense, "i4g_32")
-    with pytest.raises(ConfigError, match="multiples of 32, got 40"):
+    with pytest.raises(ConfigError, match=r"multiples of 32, got 40"):
         pack(dense, "i8g32")
-    with pytest.raises(CheckpointError, match="Dense cannot be packed as i8g32"):
+    with pytest.raises(CheckpointError, match=r"Dense cannot be packed as i8g32"):
         pack(Dense(torch.zeros(4, 32)), "i8g32")
-    with pytest.raises(CheckpointError, match="cannot be packed as i4g32s"):
+    with pytest.raises(CheckpointError, match=r"cannot be packed as i4g32s"):
         pack(random_weight("i4g32", 4, 32), "i4g32s")
-    with pytest.raises(CheckpointError, match="does not fit f16"):
+    with pytest.raises(CheckpointError, match=r"does not fit f16"):
         pack(Int8Groups(torch.zeros(1, 32, dtype=torch.int8), torch.tensor([[1e6]])), "i8g32")
 
 
@@ -65,14 +65,14 @@ def test_rows_can_be_cut_and_joined(format: str) -> None:
 
 
 def test_joining_different_forms_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="different forms.*Int4Groups symmetric"):
+    with pytest.raises(CheckpointError, match=r"different forms.*Int4Groups symmetric"):
         concatenate([random_weight("i4g32", 2, 32), random_weight("i4g32s", 2, 32)])
-    with pytest.raises(CheckpointError, match="bfloat16"):
+    with pytest.raises(CheckpointError, match=r"bfloat16"):
         concatenate([random_weight("f32", 2, 32), random_weight("bf16", 2, 32)])
 
 
 def test_forms_check_their_parts() -> None:
     with pytest.raises(CheckpointError, match=r"scale must be \[N, K/32\]"):
         Int8Groups(torch.zeros(2, 64, dtype=torch.int8), torch.zeros(2, 3).half())
-    with pytest.raises(CheckpointError, match="q must be a matrix of torch.uint8"):
+    with pytest.raises(CheckpointError, match=r"q must be a matrix of torch.uint8"):
         Int4Groups(torch.zeros(2, 64, dtype=torch.int8), torch.zeros(2, 2).half(), None)
