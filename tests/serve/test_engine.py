@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 
 from tests.serve.harness import MODEL, Server, Setup, running
-from tests.serve.test_requests import chat, error_of
+from tests.serve.test_requests import chat, completion, error_of
 from trnc.core import SamplingParams
 from trnc.engine.messages import (
     Abort,
@@ -122,6 +122,29 @@ def test_a_failed_step_is_a_500_and_the_engine_goes_on():
         error = error_of(answer)
         assert (answer.status_code, error["type"]) == (500, "server_error")
         assert chat(server).status_code == 200
+
+
+def test_an_error_of_one_prompt_is_the_error_of_the_answer():
+    with running(Setup(fail_at=(0,))) as server:
+        answer = completion(server, prompt=["a", "b", "c"])
+        assert answer.status_code == 500
+        assert "step 0 failed" in error_of(answer)["message"]
+        server.wait_for(lambda stats: stats.running + stats.waiting == 0)
+        assert completion(server, prompt=["a", "b", "c"]).status_code == 200
+
+
+def test_an_unexpected_error_says_nothing_of_its_inside(monkeypatch):
+    with running() as server:
+
+        def fail(*_args: object, **_options: object) -> str:
+            raise ValueError("a secret")
+
+        monkeypatch.setattr(server.template, "render", fail)
+        answer = chat(server)
+        assert answer.status_code == 500
+        assert "secret" not in str(error_of(answer))
+        assert answer.headers.get("connection") != "close"
+        assert completion(server).status_code == 200
 
 
 def test_an_error_in_a_stream_is_an_event():

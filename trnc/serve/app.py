@@ -12,11 +12,11 @@ from typing import Literal
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.middleware import Middleware
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from trnc.errors import TrncError
 from trnc.serve.engine_client import EngineClient
 from trnc.serve.errors import handle_error
 from trnc.serve.generation import Generator
@@ -103,12 +103,10 @@ def create_app(
     )
     app = Starlette(
         routes=[route for role in roles for route in ROUTERS[role](parts)],
-        exception_handlers={
-            TrncError: handle_error,
-            HTTPException: handle_error,
-            ClientDisconnect: handle_error,
-            Exception: handle_error,
-        },
+        exception_handlers={HTTPException: handle_error},
+        # Not as an exception handler: Starlette raises those errors again after the answer, and
+        # uvicorn then closes the connection.
+        middleware=[Middleware(ExceptionMiddleware, handlers={Exception: handle_error})],
     )
     app.router.redirect_slashes = False  # an unknown route is a 404, not a hop
     return CountRequests(app, metrics=metrics)

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from trnc.checkpoint.tokenizer import Detokenizer, Tokenizer
@@ -166,19 +166,16 @@ async def merge(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def collect(stream: AsyncGenerator[Output, None]) -> Output:
-    """Return a whole answer as one output."""
-    text: list[str] = []
-    tokens: list[ShownToken] = []
-    async with aclosing(stream):
-        async for output in stream:
-            text.append(output.text)
-            tokens.extend(output.tokens)
-    return Output(
-        "".join(text),
-        tuple(tokens),
-        output.completion_tokens,
-        output.cached_tokens,
-        output.finish_reason,
-        output.matched,
-    )
+async def collect(streams: Sequence[AsyncGenerator[Output, None]]) -> list[Output]:
+    """Return whole answers, each as one output; the first error of any ends them all."""
+    parts: list[list[Output]] = [[] for _ in streams]
+    async with aclosing(merge(streams)) as outputs:
+        async for index, output in outputs:
+            parts[index].append(output)
+    return [_whole(outputs_of_one) for outputs_of_one in parts]
+
+
+def _whole(outputs: Sequence[Output]) -> Output:
+    text = "".join(output.text for output in outputs)
+    tokens = tuple(token for output in outputs for token in output.tokens)
+    return replace(outputs[-1], text=text, tokens=tokens)

@@ -24,6 +24,7 @@ import uvicorn
 import uvloop
 import zmq.asyncio
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from trnc.engine.messages import Ready
@@ -90,7 +91,8 @@ async def _serve(
     started: float,
 ) -> int:
     def show(line: str) -> None:
-        console.print(f"[dim]{time.perf_counter() - started:6.1f} s[/dim]  {line}", highlight=False)
+        elapsed = time.perf_counter() - started
+        console.print(f"[dim]{elapsed:6.1f} s[/dim]  {escape(line)}", highlight=False)
 
     async with _engine(engine_argv, show, options.engine_stop_seconds) as engine:
         app = create_app(engine=engine, model=model, max_body_bytes=options.max_body_bytes)
@@ -226,16 +228,25 @@ def _print_ready(
         table.add_row(part, f"{took:.2f} s")
     console.print(table)
     tokens = (ready.num_pages - 1) * ready.page_size
-    console.print(
+    names = escape(", ".join(model.names))
+    lines = [
         f"{ready.max_rows} sequences at once, {ready.max_context} tokens each,"
         f" KV pages for {tokens} tokens in all.",
-        highlight=False,
-    )
-    console.print(
-        f"Serving [bold]{', '.join(model.names)}[/bold] on [bold]{url}[/bold]"
-        f" (ready in {seconds:.1f} s)",
-        highlight=False,
-    )
+        *_notes(model, url),
+        f"Serving [bold]{names}[/bold] on [bold]{url}[/bold] (ready in {seconds:.1f} s)",
+    ]
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _notes(model: ServedModel, url: str) -> Iterator[str]:
+    """Yield what the operator should know and might not expect."""
+    penalty = model.defaults.repetition_penalty
+    if penalty not in (None, 1.0):
+        yield (
+            f"[yellow]The model's generation config asks for a repetition_penalty of {penalty},"
+            " which is not supported yet and not applied.[/yellow]"
+        )
     host = url.removeprefix("http://").rsplit(":", 1)[0].strip("[]")
     if not ip_address(host.split("%")[0]).is_loopback:
-        console.print("[yellow]Reachable from other machines, without authentication.[/yellow]")
+        yield "[yellow]Reachable from other machines, without authentication.[/yellow]"

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from trnc.checkpoint.chat_template import ChatTemplate
 from trnc.checkpoint.tokenizer import Tokenizer
 from trnc.errors import RequestError
-from trnc.serve.sampling import check_token_id
+from trnc.serve.sampling import check_token_ids
+
+T = TypeVar("T")
 
 IN_THREAD = 16_384  # characters; about a millisecond of tokenising
 
@@ -25,18 +27,26 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._template = template
 
-    async def from_text(self, text: str, param: str) -> tuple[int, ...]:
-        """Return the ids of a plain prompt, with the special tokens that start one."""
-        ids = await _off_loop(
-            len(text), lambda: self._tokenizer.encode(text, add_special_tokens=True)
-        )
-        return _not_empty(ids, param)
+    async def from_prompts(
+        self, prompts: Sequence[str | list[int]], param: str, vocab_size: int
+    ) -> list[tuple[int, ...]]:
+        """Return the ids of plain prompts: of text, with the special tokens that start one.
 
-    def from_ids(self, ids: Sequence[int], param: str, vocab_size: int) -> tuple[int, ...]:
-        """Return ids that the client made itself, checked."""
-        for token_id in ids:
-            check_token_id(token_id, param, vocab_size)
-        return _not_empty(ids, param)
+        Raises:
+            RequestError: a prompt is empty, or has an id that is not in the vocabulary.
+        """
+
+        def encode() -> list[list[int]]:
+            return [self._ids(prompt, param, vocab_size) for prompt in prompts]
+
+        encoded = await _off_loop(sum(map(len, prompts)), encode)
+        return [_not_empty(ids, param) for ids in encoded]
+
+    def _ids(self, prompt: str | list[int], param: str, vocab_size: int) -> list[int]:
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(prompt, add_special_tokens=True)
+        check_token_ids(prompt, param, vocab_size)
+        return prompt
 
     async def from_messages(self, messages: list[dict[str, Any]], param: str) -> tuple[int, ...]:
         """Return the ids of a conversation, up to where the assistant's answer starts.
@@ -66,7 +76,7 @@ def _size(content: Any) -> int:
     return len(content or "")
 
 
-async def _off_loop(size: int, encode: Callable[[], list[int]]) -> list[int]:
+async def _off_loop(size: int, encode: Callable[[], T]) -> T:
     return encode() if size < IN_THREAD else await asyncio.to_thread(encode)
 
 

@@ -96,19 +96,20 @@ def stop_token_ids(
     requested: list[int] | None, *, eos: Sequence[int], ignore_eos: bool, vocab_size: int
 ) -> tuple[int, ...]:
     """Return the ids that end the text, the eos ids among them unless `ignore_eos`."""
-    for token_id in requested or ():
-        check_token_id(token_id, "stop_token_ids", vocab_size)
+    check_token_ids(requested or (), "stop_token_ids", vocab_size)
     ids = (*(() if ignore_eos else eos), *(requested or ()))
     return tuple(dict.fromkeys(ids))
 
 
-def check_token_id(token_id: int, param: str, vocab_size: int) -> None:
-    """Raise RequestError unless the id is in the vocabulary."""
-    if not 0 <= token_id < vocab_size:
-        raise RequestError(
-            f"'{param}': token id {token_id} is not in the vocabulary (0 to {vocab_size - 1}).",
-            param=param,
-        )
+def check_token_ids(token_ids: Sequence[int], param: str, vocab_size: int) -> None:
+    """Raise RequestError unless all ids are in the vocabulary."""
+    for extreme in (min, max):  # and no loop: there may be millions
+        token_id = extreme(token_ids, default=0)
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"'{param}': token id {token_id} is not in the vocabulary (0 to {vocab_size - 1}).",
+                param=param,
+            )
 
 
 def _check_ranges(fields: SamplingFields) -> None:
@@ -137,7 +138,7 @@ def _logit_bias(
         # Only the plain spelling of an id: "7" and "07" would be one token with two biases.
         if not (key.isascii() and key.isdecimal() and len(key) < 12 and str(int(key)) == key):
             _refuse("logit_bias", "a map from token ids to numbers", f"the key {key[:40]!r}")
-        check_token_id(int(key), "logit_bias", vocab_size)
+        check_token_ids((int(key),), "logit_bias", vocab_size)
         _check(-100.0 <= value <= 100.0, "logit_bias", "between -100 and 100", value)
         entries.append((int(key), float(value)))
     return tuple(sorted(entries))

@@ -85,7 +85,7 @@ class ChatServing:
         return _Job(request, int(time.time()), model, include_usage)
 
     async def _complete(self, job: _Job) -> ChatCompletion:
-        output = await collect(self._generator.stream(job.request))
+        [output] = await collect([self._generator.stream(job.request)])
         message = AssistantMessage(output.text)
         choice = ChatChoice(0, message, output.finish_reason, self._logprobs_of(job, output))
         return ChatCompletion(

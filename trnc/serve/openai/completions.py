@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -77,39 +76,28 @@ class CompletionServing:
     async def _job(self, body: CompletionRequest) -> _Job:
         model = served_model(body.model, self._model_names)
         include_usage = wants_usage(body.stream, body.stream_options)
+        logprobs = None if body.logprobs is None else check_logprobs(body.logprobs, "logprobs")
+        vocab_size = self._engine.info.vocab_size
+        prompts = await self._prompts.from_prompts(split_prompt(body.prompt), "prompt", vocab_size)
         job_id = f"cmpl-{uuid.uuid4().hex}"
-        requests = []
-        for index, prompt in enumerate(split_prompt(body.prompt)):
-            request_id = f"{job_id}-{index}"
-            requests.append(await self._request(body, request_id, prompt))
-        logprobs = body.logprobs is not None
-        return _Job(job_id, requests, int(time.time()), model, include_usage, logprobs)
-
-    async def _request(
-        self, body: CompletionRequest, request_id: str, prompt: str | list[int]
-    ) -> GenerationRequest:
-        if isinstance(prompt, str):
-            ids = await self._prompts.from_text(prompt, "prompt")
-        else:
-            ids = self._prompts.from_ids(prompt, "prompt", self._engine.info.vocab_size)
-        return self._planner.plan(
-            body,
-            request_id=request_id,
-            prompt_ids=ids,
-            prompt_param="prompt",
-            max_tokens=body.max_tokens,
-            max_tokens_param="max_tokens",
-            default_max_tokens=DEFAULT_MAX_TOKENS,
-            logprobs=None if body.logprobs is None else check_logprobs(body.logprobs, "logprobs"),
-        )
+        requests = [
+            self._planner.plan(
+                body,
+                request_id=f"{job_id}-{index}",
+                prompt_ids=prompt_ids,
+                prompt_param="prompt",
+                max_tokens=body.max_tokens,
+                max_tokens_param="max_tokens",
+                default_max_tokens=DEFAULT_MAX_TOKENS,
+                logprobs=logprobs,
+            )
+            for index, prompt_ids in enumerate(prompts)
+        ]
+        wants_logprobs = logprobs is not None
+        return _Job(job_id, requests, int(time.time()), model, include_usage, wants_logprobs)
 
     async def _complete(self, job: _Job) -> Completion:
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(collect(self._generator.stream(request)))
-                for request in job.requests
-            ]
-        outputs = [task.result() for task in tasks]
+        outputs = await collect([self._generator.stream(request) for request in job.requests])
         choices = [self._choice(job, i, output, whole=True) for i, output in enumerate(outputs)]
         return _completion(job, choices, usage(job.prompt_tokens, outputs))
 
