@@ -145,6 +145,13 @@ def test_parts_are_joined_only_for_a_template_that_wants_a_string() -> None:
     assert prints_lists.render(messages) == "one\ntwo"
 
 
+def test_a_key_that_is_none_is_absent() -> None:
+    text = "{% for m in messages %}{{ m.content is defined }}{{ 'name' in m }}{% endfor %}"
+    messages = [{"role": "assistant", "content": None, "name": "x"}]
+    assert ChatTemplate(text, special_tokens={}).render(messages) == "FalseTrue"
+    assert reference(text, messages) == "FalseTrue"
+
+
 def test_the_callers_messages_are_left_alone() -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "one"}]}]
     for name in ("plain", "parts"):

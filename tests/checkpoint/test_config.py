@@ -84,6 +84,11 @@ def test_rope_of_transformers_4_and_5_are_read_alike() -> None:
     assert old.rope.original_max_position == 64
 
 
+def test_qwen3_has_a_default_head_dim_of_its_own() -> None:
+    assert from_hf(LLAMA).head_dim == 16
+    assert from_hf({**LLAMA, "architectures": ["Qwen3ForCausalLM"]}).head_dim == 128
+
+
 @pytest.mark.parametrize(
     ("changes", "window"),
     [

@@ -87,6 +87,7 @@ def test_a_damaged_header_never_escapes_as_another_error(
         (b"GGUF" + struct.pack("<I", 1) + bytes(64), "version 1"),
         (b"GGUF" + struct.pack(">I", 3) + bytes(64), "little endian"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60), "truncated"),
+        (b"GGUF" + struct.pack("<IQQQ1sIQ", 3, 0, 1, 1, b"k", 8, 100) + b"cut", "truncated"),
     ],
 )
 def test_other_files_are_refused(data: bytes, message: str, tmp_path: Path) -> None:

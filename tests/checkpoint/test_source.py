@@ -237,7 +237,10 @@ def test_a_hub_snapshot_that_is_here_needs_no_network(tmp_path: Path) -> None:
     (repo / "refs" / "main").write_text("0" * 40)
     (snapshot / "config.json").write_text("{}")
     (snapshot / "model.safetensors").touch()
-    code = "from trnc.checkpoint.source import resolve; print(resolve('some-org/some-model').path)"
+    code = (
+        "from trnc.checkpoint.source import resolve;"
+        "print(resolve('some-org/some-model', report=print).path)"
+    )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False

@@ -102,6 +102,15 @@ def metaspace_backend() -> Backend:
     )
 
 
+def strip_two_backend() -> Backend:
+    """Two spaces are lost at the start, maybe of different tokens."""
+    backend = sentencepiece_backend()
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 2, 0)]
+    )
+    return backend
+
+
 def joined_backend() -> Backend:
     """No decoder: tokens are joined with spaces."""
     backend = byte_level_backend()
@@ -113,6 +122,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "byte-level": byte_level_backend,
     "sentencepiece": sentencepiece_backend,
     "metaspace": metaspace_backend,
+    "strip-two": strip_two_backend,
     "joined": joined_backend,
 }
 TOKENIZERS = {name: Tokenizer(backend=make()) for name, make in BACKENDS.items()}
@@ -151,6 +161,18 @@ def test_pushed_text_joins_to_the_decoded_text(name: str, skip: bool) -> None:
         assert "".join(pushed) + stream.flush() == whole
 
     check()
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"), [("sentencepiece", ["", " ", "h"]), ("strip-two", ["", "", "h"])]
+)
+def test_the_spaces_that_the_start_loses_may_be_tokens_of_their_own(
+    name: str, texts: list[str]
+) -> None:
+    tokenizer = TOKENIZERS[name]
+    stream = Detokenizer(tokenizer)
+    ids = [tokenizer.token_to_id(token) for token in ("▁", "▁", "h")]
+    assert [stream.push([i]) for i in ids if i is not None] == texts
 
 
 @pytest.mark.parametrize("name", ["byte-level", "sentencepiece", "metaspace"])
@@ -353,6 +375,21 @@ PRES = {
 }
 
 
+@pytest.mark.parametrize(("pre", "pieces"), [("llama-bpe", ["ab"]), ("qwen2", ["a", "b"])])
+def test_a_whole_token_beats_merges_where_its_models_say_so(
+    pre: str, pieces: list[str], tmp_path: Path
+) -> None:
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "cd"]
+    metadata = {"model": "gpt2", "pre": pre, "tokens": tokens, "merges": ["c d"]}
+    metadata |= {"token_type": [1] * len(tokens), "add_bos_token": False}
+    source = gguf_source(tmp_path, {f"tokenizer.ggml.{k}": v for k, v in metadata.items()})
+    tokenizer = load_tokenizer(source, cache=tmp_path)
+    ids = tokenizer.encode("ab", add_special_tokens=True)
+    assert [tokenizer.id_to_token(i) for i in ids] == pieces
+    composed = tokenizer.decode(tokenizer.encode("e\u0301", add_special_tokens=True))
+    assert composed == ("\u00e9" if pre == "qwen2" else "e\u0301")
+
+
 @pytest.mark.parametrize("pre", PRES)
 def test_each_pre_tokenizer_cuts_as_its_models_do(pre: str, tmp_path: Path) -> None:
     """The vocabulary holds every piece whole, so the pieces are what the regex cuts."""
@@ -401,7 +438,7 @@ def test_a_derived_tokenizer_is_cached_and_a_broken_cache_is_rebuilt(tmp_path: P
     wanted = load_tokenizer(source, cache=tmp_path).encode(TEXTS[0], add_special_tokens=True)
     (kept,) = (tmp_path / "tokenizers").iterdir()
     whole = kept.read_bytes()
-    for damaged in (b"", whole[:500], whole.replace(b"hello", b"hallo"), whole[:-1] + b"x"):
+    for damaged in (b"", whole[:500], whole.replace(b"true", b"false"), whole[:-1] + b"x"):
         kept.write_bytes(damaged)
         tokenizer = load_tokenizer(source, cache=tmp_path)
         assert tokenizer.encode(TEXTS[0], add_special_tokens=True) == wanted
