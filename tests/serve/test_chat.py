@@ -121,6 +121,14 @@ def test_without_max_tokens_the_context_is_the_limit():
     assert answer.usage.total_tokens == 96
 
 
+def test_ignore_eos_goes_on_past_the_end(server, client):
+    answer = client.chat.completions.create(
+        model=MODEL, messages=HELLO, max_tokens=100, extra_body={"ignore_eos": True}
+    )
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 100
+
+
 def test_sampling_parameters_reach_the_engine(server):
     messages = [{"role": "user", "content": "sample"}]
     client = server.openai()

@@ -73,6 +73,18 @@ def test_a_disconnect_frees_the_row(stream, first_token):
         assert stats.output_tokens < 100, "the request went on after its client was gone"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_frees_the_row(stream):
+    gate = threading.Semaphore(6)
+    with running(Setup(gate=gate)) as server:
+        server.say(HELLO, "one two three four five six seven eight nine ten")
+        answer = chat(server, max_tokens=400, stop=["o"], ignore_eos=True, stream=stream)
+        assert answer.status_code == 200  # while the engine stands at the closed gate
+        gate.release(10_000)
+        stats = server.wait_for(lambda stats: stats.running == 0)
+        assert stats.output_tokens < 100
+
+
 def test_a_disconnect_of_one_leaves_the_others(server):
     connection = raw_request(server, stream=True)
     connection.recv(100)

@@ -64,6 +64,7 @@ def test_it_starts_announces_and_stops_with_its_engine(signum):
     with launched() as server:
         pid = int(server.read_until(r"engine pid (\d+)")[1])
         url = server.read_until(r"Serving toy on (http://127\.0\.0\.1:\d+)")[1]
+        assert os.getsid(pid) == pid, "a signal to the server's group must not reach the engine"
         assert re.search(r"load the weights +1\.25 s", server.output)
         assert httpx.get(f"{url}/health").status_code == 200
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 2})

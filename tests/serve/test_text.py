@@ -52,6 +52,13 @@ def test_text_is_held_no_longer_than_needed(text, stop_strings):
         assert held == "" or any(stop.startswith(held) for stop in stop_strings)
 
 
+def test_of_two_that_end_together_the_longest_is_cut():
+    for stops_ in (["b", "ab"], ["ab", "b"]):
+        matcher = StopMatcher(stops_)
+        assert matcher.push("xab") == "x"
+        assert matcher.matched == "ab"
+
+
 def test_nothing_is_shown_after_a_match():
     matcher = StopMatcher(["END"])
     assert matcher.push("text ENDmore") == "text "

@@ -36,7 +36,7 @@ def run_engine(endpoint: str, mode: str) -> int:
         gate = threading.Semaphore(0) if mode == "hang" else None
         return ScriptedExecutor(info=info, gate=gate), {"load the weights": 1.25}, ()
 
-    return serve_engine(build, endpoint, EngineOptions())
+    return serve_engine(build, endpoint, EngineOptions(parent_pid=os.getppid()))
 
 
 def run_server(port: int, mode: str) -> int:
@@ -54,7 +54,12 @@ def run_server(port: int, mode: str) -> int:
                 template=template,
                 defaults=GenerationDefaults(),
             ),
-            options=ServeOptions(port=port, grace_seconds=1, engine_stop_seconds=0.3),
+            options=ServeOptions(
+                port=port,
+                grace_seconds=1,
+                # An engine that is told to stop does so at once, one that hangs never.
+                engine_stop_seconds=0.3 if mode == "hang" else 600,
+            ),
             console=Console(),
             started=started,
         )

@@ -43,10 +43,10 @@ class Parts:
 
 
 def _openai(parts: Parts) -> list[Route]:
-    from trnc.serve.openai.chat import ChatServing  # noqa: PLC0415
-    from trnc.serve.openai.completions import CompletionServing  # noqa: PLC0415
-    from trnc.serve.openai.models import ModelServing  # noqa: PLC0415
-    from trnc.serve.openai.router import openai_routes  # noqa: PLC0415
+    from trnc.serve.openai.chat import ChatServing
+    from trnc.serve.openai.completions import CompletionServing
+    from trnc.serve.openai.models import ModelServing
+    from trnc.serve.openai.router import openai_routes
 
     return openai_routes(
         chat=ChatServing(
@@ -70,8 +70,8 @@ def _openai(parts: Parts) -> list[Route]:
 
 
 def _admin(parts: Parts) -> list[Route]:
-    from trnc.serve.admin.router import admin_routes  # noqa: PLC0415
-    from trnc.serve.admin.serving import AdminServing  # noqa: PLC0415
+    from trnc.serve.admin.router import admin_routes
+    from trnc.serve.admin.serving import AdminServing
 
     return admin_routes(admin=AdminServing(engine=parts.engine, metrics=parts.metrics))
 
