@@ -106,7 +106,7 @@ def _typed(name: str, key: str, value: Any) -> Any:
             return tuple(value)
         raise ConfigError(f"preset '{name}': '{key}' must be a list of integers, got {value!r}")
     if wanted is KvDtype:
-        choices = KvDtype.__args__  # type: ignore[attr-defined]
+        choices = KvDtype.__args__
         if value in choices:
             return value
         raise ConfigError(

@@ -5,94 +5,78 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from trnc.cli.options import Backend
+from trnc.cli.options import EngineArguments
 from trnc.compiler.compile import BuildPlan, build, plan_build
-from trnc.compiler.manifest import manifest_key
+from trnc.compiler.explain import explain_miss
+from trnc.compiler.manifest import Manifest
+from trnc.compiler.program import ProgramConfig
 from trnc.compiler.store import Store
 from trnc.core import VariantKey
-from trnc.ops import native
-from trnc.presets import Preset
+from trnc.ops.native import Target, detect_target
+from trnc.presets import Preset, load_preset
 from trnc.runtime.start import open_model, program_config
 
 
-@dataclass(frozen=True, slots=True)
-class CompileOptions:
-    """What `trnc compile` was asked for."""
-
-    model: str
-    preset: Preset
-    backend: Backend
-    store: Path
-    jobs: int
-    dry_run: bool
-
-
-def run_compile(options: CompileOptions, console: Console) -> None:
-    """Trace, print the matrix, and unless it is a dry run compile with a progress bar."""
-    if options.backend == "eager":
-        console.print("The eager backend compiles nothing.")
-        return
+def compile_missing(
+    config: ProgramConfig, target: Target, store: Store, *, jobs: int, console: Console
+) -> Manifest:
+    """Trace, print the matrix, compile what is missing with a progress bar."""
     start = time.perf_counter()
-    store = Store(root=options.store, log=console.print)
+    plan = trace_and_show(config, target, store, console)
+    manifest = _build(plan, store, jobs, console)
+    console.print(f"Compiled in {time.perf_counter() - start:.1f} s, into {store.root}")
+    return manifest
+
+
+def trace_and_show(
+    config: ProgramConfig, target: Target, store: Store, console: Console
+) -> BuildPlan:
+    """Trace every stage with a progress bar, then print what there is and what is missing."""
     with _progress(console) as progress:
         task = progress.add_task("tracing", total=None)
 
         def tracing(done: int, total: int, label: str) -> None:
             progress.update(task, completed=done + 1, total=total, description=f"tracing {label}")
 
-        model = open_model(options.model, report=console.print)
-        config = program_config(model, options.preset, options.backend)
-        plan = plan_build(config, target=native.detect_target(), store=store, report=tracing)
+        plan = plan_build(config, target=target, store=store, report=tracing)
     print_matrix(plan, console)
-    if options.dry_run:
-        return
-    _build(plan, store, options.jobs, console)
-    key = manifest_key(config, plan.target)
-    console.print(
-        f"[bold green]ready[/] in {time.perf_counter() - start:.1f} s: preset "
-        f"'{options.preset.name}', manifest {key.id[:12]} in {store.root}"
-    )
+    return plan
 
 
 def print_matrix(plan: BuildPlan, console: Console) -> None:
-    """Print the variants by step and bucket, then the stages and what of them is cached."""
-    preset = plan.config.preset
-    table = Table(title=f"Variants of preset '{preset.name}' ({len(plan.programs)})")
+    """Print the variants by step and bucket, then the artifacts and what of them is cached."""
+    table = Table(title=f"Preset '{plan.config.preset.name}': {len(plan.programs)} variants")
     for column in ("step", "tokens", "sequences", "sampling", "features", "stage calls"):
         table.add_column(column)
-    for group in _groups(plan.programs):
-        key = group[0]
-        sampling = dict.fromkeys(k.sampling for k in group)
-        features = dict.fromkeys(f for k in group for f in _features(k))
-        calls = len(plan.programs[key].calls)
+    for group in _by_bucket(plan.programs):
+        calls = [len(plan.programs[key].calls) for key in group]
+        features = dict.fromkeys(f for key in group for f in _features(key))
         table.add_row(
-            key.step,
-            str(key.tokens),
-            str(key.rows),
-            ", ".join(sampling),
-            ", ".join(("none", *features)),
-            f"{calls}+",
+            group[0].step,
+            str(group[0].tokens),
+            str(group[0].rows),
+            ", ".join(dict.fromkeys(key.sampling for key in group)),
+            ", ".join(f"with or without {f}" for f in features) or "-",
+            f"{min(calls)} to {max(calls)}",
         )
     console.print(table)
-    missing = {job.key.id for job in plan.missing}
     kinds = Counter(job.label.split()[0] for job in plan.jobs)
-    stages = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     console.print(
-        f"Distinct artifacts for target '{plan.target.name}': {len(plan.jobs)} ({stages}); "
-        f"{len(plan.jobs) - len(missing)} in the store, {len(missing)} to compile."
+        f"Distinct artifacts for target '{plan.target.name}': {len(plan.jobs)} ({listed}). "
+        f"In the store: {len(plan.jobs) - len(plan.missing)}. To compile: {len(plan.missing)}."
     )
 
 
-def _groups(programs: Iterable[VariantKey]) -> list[list[VariantKey]]:
+def _by_bucket(keys: Iterable[VariantKey]) -> list[list[VariantKey]]:
     groups: dict[tuple[str, int, int], list[VariantKey]] = {}
-    for key in programs:
+    for key in keys:
         groups.setdefault((key.step, key.tokens, key.rows), []).append(key)
     return list(groups.values())
 
@@ -101,14 +85,16 @@ def _features(key: VariantKey) -> list[str]:
     return [name for name in ("logprobs", "logit_bias") if getattr(key, name)]
 
 
-def _build(plan: BuildPlan, store: Store, jobs: int, console: Console) -> None:
+def _build(plan: BuildPlan, store: Store, jobs: int, console: Console) -> Manifest:
     with _progress(console) as progress:
         task = progress.add_task("compiling", total=len(plan.missing))
 
         def compiled(done: int, total: int, label: str) -> None:
             progress.update(task, completed=done, total=total, description=f"compiled {label}")
+            if not console.is_terminal:  # a bar shows nothing in a log
+                console.print(f"compiled {done}/{total}: {label}")
 
-        build(plan, store=store, workers=jobs, report=compiled)
+        return build(plan, store=store, workers=jobs, report=compiled)
 
 
 def _progress(console: Console) -> Progress:
@@ -119,3 +105,30 @@ def _progress(console: Console) -> Progress:
         TimeElapsedColumn(),
         console=console,
     )
+
+
+def run_compile(arguments: EngineArguments, *, dry_run: bool, console: Console) -> None:
+    """Compile a preset; with `dry_run` only print what there is and what is missing."""
+    if arguments.backend == "eager":
+        console.print("The eager backend compiles nothing.")
+        return
+    model = open_model(arguments.model, report=console.print)
+    config = program_config(model, load_preset(arguments.preset), arguments.backend)
+    store = Store(root=Path(arguments.store), log=console.print)
+    if dry_run:
+        trace_and_show(config, detect_target(), store, console)
+    else:
+        compile_missing(config, detect_target(), store, jobs=arguments.jobs, console=console)
+
+
+def run_explain(model: str, preset: Preset, root: Path, console: Console) -> None:
+    """Say of every missing artifact what differs from the nearest one in the store."""
+    store = Store(root=root, log=console.print)
+    config = program_config(open_model(model, report=console.print), preset, "inductor")
+    target = detect_target()
+    with console.status("tracing"):
+        plan = plan_build(config, target=target, store=store, report=lambda *_: None)
+    for job in plan.missing:
+        console.print(f"[bold]{job.label}[/]: {explain_miss(store, job.key)}", highlight=False)
+    if not plan.missing:
+        console.print(f"Nothing is missing: all {len(plan.jobs)} artifacts are in {store.root}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,6 +13,23 @@ from trnc.checkpoint.source import DEFAULT_MODEL
 from trnc.compiler.store import default_root
 
 Backend = Literal["inductor", "eager"]
+Loop = Literal["overlapped", "plain"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArguments:
+    """What an engine is started with; every command that runs a model takes these options."""
+
+    model: str
+    preset: str
+    backend: Backend
+    store: str
+    jobs: int
+    require_cache: bool
+    loop: Loop = "overlapped"
+    max_waiting: int | None = None
+    trace: str | None = None
+
 
 Model = Annotated[
     str,
@@ -56,6 +74,18 @@ RequireCache = Annotated[
         help="Refuse to start if anything would have to be compiled.",
     ),
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Threads of the kernels. Default: the cores that this process may use."
+    ),
+]
+
+
+def set_threads(threads: int | None) -> None:
+    """Hand the thread count to the kernels of this process and of its children."""
+    if threads is not None:
+        os.environ["TRNC_THREADS"] = str(threads)
 
 
 def store_root(folder: Path | None) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -169,6 +170,8 @@ def _prepare_worker(root: Path) -> None:
     """Keep Inductor's own caches (precompiled headers) below the store, and threads to one."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(root / "inductor")
     torch.set_num_threads(1)
+    # torch's own use of a deprecated torch function; nothing that a person could mend.
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
 
 
 def _build_one(job: Job, target: native.Target, root: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from trnc.core import VariantKey
+from trnc.core import Sampling, Step, VariantKey
 from trnc.presets import Preset
 
 
@@ -14,13 +14,12 @@ def variant_matrix(preset: Preset) -> tuple[VariantKey, ...]:
     A feature that the preset has doubles the variants but hardly the stages: the programs with and
     without it share all but the feature's own stage.
     """
-    sizes = [("decode", rows, rows) for rows in preset.decode_rows]
-    sizes += [("prefill", tokens, preset.max_rows) for tokens in preset.prefill_tokens]
+    buckets: list[tuple[Step, int, int]] = [("decode", r, r) for r in preset.decode_rows]
+    buckets += [("prefill", tokens, preset.max_rows) for tokens in preset.prefill_tokens]
+    samplings: tuple[Sampling, ...] = ("greedy", "sample")
     logprobs = (False, True) if preset.logprobs else (False,)
     logit_bias = (False, True) if preset.logit_bias else (False,)
     return tuple(
-        VariantKey(step, tokens, rows, sampling, with_logprobs, with_bias)
-        for (step, tokens, rows), sampling, with_logprobs, with_bias in product(
-            sizes, ("greedy", "sample"), logprobs, logit_bias
-        )
+        VariantKey(*bucket, *flags)
+        for bucket, flags in product(buckets, product(samplings, logprobs, logit_bias))
     )

@@ -48,15 +48,26 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class ProgramConfig:
-    """What all programs of a manifest have in common."""
+    """What all programs of a manifest have in common.
+
+    With `static_buckets` each bucket has stages of its own, for backends that compile for exact
+    shapes. Without, token rows and sequences are symbolic and all buckets share their stages: on
+    the CPU the bits of a row do not depend on the bucket, so nothing is lost.
+    """
 
     model: ModelConfig
     formats: WeightFormats
     preset: Preset
+    static_buckets: bool = False
 
     def spec(self, kind: StageKind, key: VariantKey) -> StageSpec:
-        """The spec of a stage that depends on no more than the rows that sample."""
-        return StageSpec(kind=kind, model=self.model, tokens=0, rows=key.rows)
+        """The spec of a stage at the bucket of `key`; the caller adds what else it depends on."""
+        return StageSpec(
+            kind=kind,
+            model=self.model,
+            tokens=key.tokens if self.static_buckets else "tokens",
+            rows=key.rows if self.static_buckets else "rows",
+        )
 
 
 def build_program(config: ProgramConfig, key: VariantKey) -> Program:
@@ -85,7 +96,8 @@ def _call(spec: StageSpec, bindings: dict[str, str], outputs: dict[str, str]) ->
 
 
 def _embed(config: ProgramConfig, key: VariantKey) -> Call:
-    spec = replace(config.spec("embed", key), tokens=key.tokens, rows=0, formats=config.formats)
+    # Neither the number of sequences nor anything of the cache shapes this graph.
+    spec = replace(config.spec("embed", key), rows=0, formats=config.formats)
     bindings = {
         "last_tokens": "state.last_tokens",
         "cos_table": "weight.cos_table",
@@ -97,11 +109,8 @@ def _embed(config: ProgramConfig, key: VariantKey) -> Call:
 
 def _layers(config: ProgramConfig, key: VariantKey) -> Iterator[Call]:
     for index, formats in enumerate(config.formats.layers):
-        spec = StageSpec(
-            kind="layer",
-            model=config.model,
-            tokens=key.tokens,
-            rows=key.rows,
+        spec = replace(
+            config.spec("layer", key),
             formats=formats,
             kv_dtype=config.preset.kv_dtype,
             page_size=config.preset.page_size,
@@ -119,24 +128,25 @@ def _layers(config: ProgramConfig, key: VariantKey) -> Iterator[Call]:
 
 
 def _head(config: ProgramConfig, key: VariantKey) -> Call:
-    spec = replace(config.spec("head", key), tokens=key.tokens, formats=config.formats)
+    spec = replace(config.spec("head", key), formats=config.formats)
     head = "weight.embed" if config.model.tie_embeddings else "weight.head"
     bindings = {"hidden": "value.hidden", "norm": "weight.norm", "head": head}
     return _call(spec, bindings, {})
 
 
 def _sampling(config: ProgramConfig, key: VariantKey) -> Iterator[Call]:
+    def spec(kind: StageKind) -> StageSpec:
+        return replace(config.spec(kind, key), tokens=0)
+
     logits = "value.logits"
     if key.logit_bias:
         logits = "value.biased_logits"
-        yield _call(
-            config.spec("logit_bias", key), {"logits": "value.logits"}, {"logits": logits}
-        )
-    yield _call(config.spec(key.sampling, key), {"logits": logits}, {})
+        yield _call(spec("logit_bias"), {"logits": "value.logits"}, {"logits": logits})
+    yield _call(spec(key.sampling), {"logits": logits}, {})
     if key.logprobs:
         # Log-probabilities are of the raw logits, before any bias or filter.
         bindings = {"logits": "value.logits", "tokens": "value.tokens"}
-        yield _call(config.spec("logprobs", key), bindings, {})
+        yield _call(spec("logprobs"), bindings, {})
 
 
 def _updates(config: ProgramConfig) -> Iterator[Update]:

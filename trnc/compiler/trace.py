@@ -12,7 +12,8 @@ from trnc.models.stage import Stage, StageSpec, TensorSpec
 
 # Any size above 1 will do for a symbolic dimension while tracing: export specialises 0 and 1. The
 # sizes differ so that two dimensions cannot be taken for one.
-_EXAMPLE_SIZES = {"pages": 5, "slots": 7, "positions": 11, "blocks": 13}
+_EXAMPLE_SIZES = {"tokens": 3, "rows": 2, "pages": 5, "slots": 7, "positions": 11, "blocks": 13}
+_SMALLEST = {"tokens": 1, "rows": 1, "blocks": 1}
 
 
 class _Positional(nn.Module):
@@ -33,7 +34,7 @@ def trace_stage(spec: StageSpec) -> ExportedProgram:
         CompileError: the stage cannot be exported; the message names it and torch's reason.
     """
     stage = build_stage(spec)
-    dims = {name: Dim(name, min=2) for name in _EXAMPLE_SIZES}
+    dims = {name: Dim(name, min=_SMALLEST.get(name, 2)) for name in _EXAMPLE_SIZES}
     try:
         # Fake inputs would do for export, but AOTInductor wants real ones; they are small.
         program = torch.export.export(
@@ -42,7 +43,8 @@ def trace_stage(spec: StageSpec) -> ExportedProgram:
             dynamic_shapes={"tensors": tuple(_dynamic(s, dims) for s in stage.inputs.values())},
             strict=False,
         )
-        return program.run_decompositions({})
+        functional: ExportedProgram = program.run_decompositions({})
+        return functional
     except Exception as error:
         raise CompileError(f"stage '{spec.label}' cannot be traced: {error}") from error
 

@@ -104,16 +104,12 @@ def layer_stage(spec: StageSpec) -> Stage:
         attended = ops.paged_attention(
             q, k_new, v_new, k_pages, v_pages, block_tables, sequences, model.head_dim**-0.5
         )
-        hidden = hidden + ops.linear(
-            attended.flatten(1), o, o_bias, formats.o, model.hidden_size
-        )
+        hidden = hidden + ops.linear(attended.flatten(1), o, o_bias, formats.o, model.hidden_size)
         normed = ops.rms_norm(hidden, mlp_norm, model.rms_eps)
         wide = ops.linear(
             normed, gate_up, gate_up_bias, formats.gate_up, 2 * model.intermediate_size
         )
-        narrow = ops.linear(
-            ops.silu_mul(wide), down, down_bias, formats.down, model.hidden_size
-        )
+        narrow = ops.linear(ops.silu_mul(wide), down, down_bias, formats.down, model.hidden_size)
         return hidden + narrow, k_new, v_new
 
     return Stage(
@@ -147,10 +143,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x' = [x1 cos - x2 sin, x2 cos + x1 sin] (RoFormer, arXiv 2104.09864).
     """
     half = cos.shape[-1]
-    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    rest = x.shape[-1] - 2 * half
+    first, second, *passed = x.split([half, half, rest] if rest else [half, half], dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat(rotated if rest.shape[-1] == 0 else (*rotated, rest), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, *passed), dim=-1)
 
 
 def layer_weights(model: ModelConfig, formats: LayerFormats) -> dict[str, TensorSpec]:
@@ -203,4 +199,5 @@ def _split_heads(fused: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor, Ten
 
 def _head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of every head's D values by one shared weight [D] (Qwen3's qk-norm)."""
-    return ops.rms_norm(x.flatten(0, 1), weight, eps).unflatten(0, x.shape[:2])
+    normed: Tensor = ops.rms_norm(x.flatten(0, 1), weight, eps).view(x.shape)
+    return normed

@@ -12,9 +12,7 @@ from trnc.models.stage import Stage, StageSpec, TensorSpec
 def logit_bias_stage(spec: StageSpec) -> Stage:
     """Add up to MAX_LOGIT_BIAS sparse biases a row; an id of -1 is unused."""
 
-    def logit_bias(
-        logits: Tensor, bias_ids: Tensor, bias_values: Tensor
-    ) -> tuple[Tensor]:
+    def logit_bias(logits: Tensor, bias_ids: Tensor, bias_values: Tensor) -> tuple[Tensor]:
         return (ops.logit_bias(logits, bias_ids, bias_values),)
 
     inputs = {

@@ -62,22 +62,25 @@ class WeightFormats:
 class StageSpec:
     """Everything that shapes one stage's graph.
 
-    `tokens` (T) and `rows` (R) are the bucket; `formats` is what the stage's own matrices are
-    packed as; `kv_dtype` and `page_size` are the cache's.
+    `tokens` (T) and `rows` (R) are the bucket: its sizes where the backend wants them static, else
+    the names of symbolic dimensions, so that one graph serves every bucket; 0 where the stage has
+    no such dimension. `formats` is what the stage's own matrices are packed as; `kv_dtype` and
+    `page_size` are the cache's.
     """
 
     kind: StageKind
     model: ModelConfig
-    tokens: int
-    rows: int
+    tokens: int | str
+    rows: int | str
     formats: WeightFormats | LayerFormats | None = None
     kv_dtype: str = "float32"
     page_size: int = 0
 
     @property
     def label(self) -> str:
-        """A short name for people, e.g. `layer T4 R4`."""
-        return f"{self.kind} T{self.tokens} R{self.rows}" if self.tokens else f"{self.kind} R{self.rows}"
+        """A short name for people: `layer`, or `layer 256 4` where the bucket is static."""
+        sizes = [f" {size}" for size in (self.tokens, self.rows) if isinstance(size, int) and size]
+        return self.kind + "".join(sizes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,8 +49,7 @@ class EagerRunner:
             for call in program.calls:
                 stage = build_stage(call.stage)
                 arguments = {
-                    port: values[name]
-                    for port, name in zip(stage.inputs, call.inputs, strict=True)
+                    port: values[name] for port, name in zip(stage.inputs, call.inputs, strict=True)
                 }
                 outputs = stage.function(**arguments)
                 values |= zip(call.outputs, map(self._widen, outputs), strict=True)

@@ -21,7 +21,7 @@ class ProgramRunner(Protocol):
     """Runs the program of one variant over the device state. One module per backend."""
 
     def run(self, key: VariantKey, inputs: Inputs) -> list[Tensor]:
-        """Run one step: tokens [R], and the three outputs of the logprobs stage if the key has it."""
+        """Run one step; return tokens [R], and the outputs of the logprobs stage if it has one."""
 
 
 class ProgramExecutor:
@@ -53,9 +53,7 @@ class ProgramExecutor:
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """Queue one step; its inputs are built here, on the caller's thread."""
         key = self._catalog.select(plan)
-        inputs = build_inputs(
-            plan, key, max_pages=self._max_pages, spare_slot=self._spare_slot
-        )
+        inputs = build_inputs(plan, key, max_pages=self._max_pages, spare_slot=self._spare_slot)
         return self._worker.submit(self._run, plan, key, inputs)
 
     def compiles_after_ready(self) -> int:
@@ -83,7 +81,7 @@ def _read_logprobs(plan: StepPlan, outputs: list[Tensor]) -> tuple[TokenLogprobs
     if not outputs:
         return (None,) * len(plan.sequences)
     chosen, ids, values = (output.tolist() for output in outputs)
-    read = []
+    read: list[TokenLogprobs | None] = []
     for row, sequence in enumerate(plan.sequences):
         wanted = sequence.sampling.logprobs if sequence.sample else None
         if wanted is None:

@@ -32,7 +32,9 @@ class Linked:
     programs: Mapping[VariantKey, LinkedProgram]
 
 
-def link(variants: Iterable[Variant], *, stages: Mapping[str, int], updates: Mapping[str, int]) -> Linked:
+def link(
+    variants: Iterable[Variant], *, stages: Mapping[str, int], updates: Mapping[str, int]
+) -> Linked:
     """Link every variant. `stages` and `updates` give the runner's index of each target."""
     variants = tuple(variants)
     names = dict.fromkeys(name for v in variants for name in _names(v))
@@ -46,8 +48,7 @@ def link(variants: Iterable[Variant], *, stages: Mapping[str, int], updates: Map
     }
     size = len(bound) + max(len(slots) for slots in values.values())
     programs = {
-        v.key: _link_one(v, bound | values[v.key], stages=stages, updates=updates)
-        for v in variants
+        v.key: _link_one(v, bound | values[v.key], stages=stages, updates=updates) for v in variants
     }
     fixed = {n: i for n, i in bound.items() if not n.startswith("input.")}
     return Linked(table_size=size, bound=fixed, programs=programs)
@@ -73,7 +74,9 @@ def _link_one(
     code: list[int] = []
     for step, names in zip(steps, dead, strict=True):
         outputs = step.outputs if isinstance(step, LinkedCall) else ()
-        code += [stages[step.artifact], 0] if isinstance(step, LinkedCall) else [updates[step.op], 1]
+        code += (
+            [stages[step.artifact], 0] if isinstance(step, LinkedCall) else [updates[step.op], 1]
+        )
         for group in (step.inputs, outputs, names):
             code += [len(group), *(slots[name] for name in group)]
     inputs = tuple(dict.fromkeys(n for n in _names(variant) if n.startswith("input.")))
@@ -92,7 +95,9 @@ def _dead_after(
     last: dict[str, int] = {}
     for index, step in enumerate(steps):
         written = step.outputs if isinstance(step, LinkedCall) else ()
-        last |= dict.fromkeys((n for n in (*step.inputs, *written) if n.startswith("value.")), index)
+        last |= dict.fromkeys(
+            (n for n in (*step.inputs, *written) if n.startswith("value.")), index
+        )
     dead: list[list[str]] = [[] for _ in steps]
     for name, index in last.items():
         if name not in keep:

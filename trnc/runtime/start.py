@@ -17,6 +17,8 @@ from torch import Tensor
 
 from trnc.checkpoint.source import Source, resolve
 from trnc.checkpoint.weights import Weights, load_weights
+from trnc.compiler.backends.inductor import STAGE_FILE
+from trnc.compiler.backends.runner import load_runner
 from trnc.compiler.manifest import Manifest, manifest_key, read_manifest
 from trnc.compiler.matrix import variant_matrix
 from trnc.compiler.program import ProgramConfig
@@ -28,23 +30,24 @@ from trnc.models.weights import bind_weights, choose_formats, exact_formats
 from trnc.ops import native
 from trnc.presets import Preset
 from trnc.runtime.catalog import Catalog
+from trnc.runtime.eager_runner import EagerRunner
 from trnc.runtime.executor import ProgramExecutor, ProgramRunner
+from trnc.runtime.native_runner import NativeRunner
 from trnc.runtime.state import allocate_state, count_pages, free_memory_bytes
 
 Report = Callable[[str], None]
 Backend = Literal["inductor", "eager"]
+Compiler = Callable[[ProgramConfig, native.Target, Store], Manifest]
 
 
 @dataclass(frozen=True, slots=True)
 class StartOptions:
-    """What to start. `require_cache` makes a missing artifact an error instead of a compile."""
+    """What to start, and where compiled artifacts are kept."""
 
     model: str
     preset: Preset
     backend: Backend
     store: Path
-    jobs: int
-    require_cache: bool
 
 
 @dataclass(slots=True)
@@ -92,9 +95,11 @@ def program_config(model: Model, preset: Preset, backend: Backend) -> ProgramCon
 
 
 def start_executor(
-    options: StartOptions, report: Report
+    options: StartOptions, compiler: Compiler, report: Report
 ) -> tuple[ProgramExecutor, dict[str, float], tuple[str, ...]]:
     """Return a ready executor, the seconds of each part of the start, and its features.
+
+    `compiler` is called only where something is missing from the store.
 
     Raises:
         TrncError: with a message for the person who started it.
@@ -103,13 +108,22 @@ def start_executor(
     with timings.measure("model"):
         model = open_model(options.model, report=report)
         config = program_config(model, options.preset, options.backend)
-    store = Store(root=options.store, log=report)
     if options.backend == "eager":
         executor = _start_eager(model, config, timings)
     else:
-        executor = _start_compiled(model, config, store, options, timings, report)
+        store = Store(root=options.store, log=report)
+        executor = _start_compiled(model, config, store, compiler, timings)
     features = ("logprobs", "logit_bias")
     return executor, timings.seconds, tuple(f for f in features if getattr(options.preset, f))
+
+
+def require_cache(config: ProgramConfig, target: native.Target, store: Store) -> Manifest:
+    """A compiler that refuses: what `--require-cache` asks for."""
+    raise StoreError(
+        f"--require-cache: not every artifact of preset '{config.preset.name}' for target "
+        f"'{target.name}' is whole in {store.root}; run `trnc compile` with the same --model and "
+        "--preset first, or see what differs with `trnc explain-miss`"
+    )
 
 
 def load_manifest(config: ProgramConfig, target: native.Target, store: Store) -> Manifest | None:
@@ -123,31 +137,23 @@ def load_manifest(config: ProgramConfig, target: native.Target, store: Store) ->
 
 
 def _start_compiled(
-    model: Model,
-    config: ProgramConfig,
-    store: Store,
-    options: StartOptions,
-    timings: Timings,
-    report: Report,
+    model: Model, config: ProgramConfig, store: Store, compiler: Compiler, timings: Timings
 ) -> ProgramExecutor:
     target = native.detect_target()
     with timings.measure("artifacts"):
         manifest = load_manifest(config, target, store)
     if manifest is None:
         with timings.measure("compile"):
-            manifest = _compile(config, target, store, options, report)
-    report(f"loading {len(manifest.stages)} compiled stages")
+            manifest = compiler(config, target, store)
     with timings.measure("artifacts"):
         _load_libraries(manifest, store)
     with timings.measure("weights"):
         tensors = _load_weights(model, config)
-    from trnc.runtime.native_runner import NativeRunner  # noqa: PLC0415 - needs the library
-
     with timings.measure("state"):
         num_pages = count_pages(model.config, config.preset, free_bytes=free_memory_bytes())
         tensors |= allocate_state(model.config, config.preset, num_pages=num_pages)
     with timings.measure("link"):
-        paths = {a: str(_found(store, a) / "stage.so") for a in manifest.stages}
+        paths = {a: str(_found(store, a) / STAGE_FILE) for a in manifest.stages}
         runner = NativeRunner(manifest=manifest, stage_paths=paths, tensors=tensors)
     built = store.builds
     keys = tuple(variant.key for variant in manifest.variants)
@@ -156,35 +162,7 @@ def _start_compiled(
     )
 
 
-def _compile(
-    config: ProgramConfig,
-    target: native.Target,
-    store: Store,
-    options: StartOptions,
-    report: Report,
-) -> Manifest:
-    if options.require_cache:
-        raise StoreError(
-            f"--require-cache: not every artifact of preset '{options.preset.name}' is in "
-            f"{store.root}; run `trnc compile --preset {options.preset.name} --model "
-            f"{options.model}` first, or see what differs with `trnc explain-miss`"
-        )
-    from trnc.compiler.compile import build, plan_build  # noqa: PLC0415 - slow, not needed when warm
-
-    def tracing(done: int, total: int, label: str) -> None:
-        report(f"tracing {done + 1}/{total}: {label}")
-
-    def compiled(done: int, total: int, label: str) -> None:
-        report(f"compiled {done}/{total}: {label}")
-
-    plan = plan_build(config, target=target, store=store, report=tracing)
-    report(f"compiling {len(plan.missing)} of {len(plan.jobs)} artifacts, once")
-    return build(plan, store=store, workers=options.jobs, report=compiled)
-
-
 def _load_libraries(manifest: Manifest, store: Store) -> None:
-    from trnc.compiler.backends.runner import load_runner  # noqa: PLC0415 - not for eager
-
     native.load_kernels(_found(store, manifest.kernels) / native.LIBRARY_NAME)
     load_runner(_found(store, manifest.runner))
 
@@ -197,8 +175,6 @@ def _found(store: Store, artifact: str) -> Path:
 
 
 def _start_eager(model: Model, config: ProgramConfig, timings: Timings) -> ProgramExecutor:
-    from trnc.runtime.eager_runner import EagerRunner  # noqa: PLC0415 - not for compiled backends
-
     with timings.measure("weights"):
         tensors = _load_weights(model, config)
     with timings.measure("state"):

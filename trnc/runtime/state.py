@@ -31,14 +31,12 @@ def count_pages(model: ModelConfig, preset: Preset, *, free_bytes: int) -> int:
         ConfigError: not even one sequence of a page fits; names `kv_memory_mib`.
     """
     full = preset.max_rows * preset.max_pages
-    budget = preset.kv_memory_mib * _MIB or min(
-        full * page_bytes(model, preset), free_bytes // 2
-    )
+    budget = preset.kv_memory_mib * _MIB or min(full * page_bytes(model, preset), free_bytes // 2)
     pages = min(full, budget // page_bytes(model, preset))
     if pages < 1:
         raise ConfigError(
-            f"preset '{preset.name}': 'kv_memory_mib' allows {budget // _MIB} MiB for KV pages, but "
-            f"one page of this model takes {-(-page_bytes(model, preset) // _MIB)} MiB; raise it"
+            f"preset '{preset.name}': 'kv_memory_mib' allows {budget // _MIB} MiB for KV pages, "
+            f"but one page of this model takes {-(-page_bytes(model, preset) // _MIB)} MiB; raise it"
         )
     return pages + 1
 
@@ -60,7 +58,7 @@ def allocate_state(model: ModelConfig, preset: Preset, *, num_pages: int) -> dic
 
 
 def free_memory_bytes() -> int:
-    """Return how much memory this process may still take: the machine's, or its cgroup's if less."""
+    """Return how many bytes this process may still take, of the machine or its cgroup."""
     fields: Mapping[str, str] = dict(
         line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines()
     )

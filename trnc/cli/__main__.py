@@ -1,0 +1,5 @@
+"""`python -m trnc.cli`."""
+
+from trnc.cli.main import main
+
+main()

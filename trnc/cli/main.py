@@ -1,0 +1,226 @@
+"""The commands of `trnc`. Each one checks its options and hands over."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from trnc import __version__
+from trnc.checkpoint.source import DEFAULT_MODEL
+from trnc.checkpoint.source import pull as pull_model
+from trnc.cli import options
+from trnc.cli.cache_command import cache_app
+from trnc.errors import TrncError
+from trnc.presets import load_preset, preset_names
+
+app = typer.Typer(
+    name="trnc",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Compile a language model into static graphs, then serve it from them.\n\n"
+    "`trnc serve` alone downloads a small default model, compiles it once, and answers OpenAI "
+    "clients on http://127.0.0.1:8000/v1. `trnc compile` does the compiling ahead of time, "
+    "`trnc generate` answers one prompt in the terminal.",
+)
+app.add_typer(cache_app, name="cache")
+
+
+def main() -> None:
+    """Run the command line; what a person can mend is one line, not a stack trace."""
+    try:
+        app()
+    except TrncError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False)
+        sys.exit(1)
+
+
+@app.command()
+def serve(
+    model: options.Model = DEFAULT_MODEL,
+    preset: options.PresetName = "default",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="What clients call the model; may be given several times."),
+    ] = None,
+    backend: options.BackendName = "inductor",
+    store: options.StoreFolder = None,
+    jobs: options.Jobs = None,
+    require_cache: options.RequireCache = False,
+    threads: options.Threads = None,
+    loop: Annotated[
+        options.Loop,
+        typer.Option(help="'overlapped' plans a step while the last one runs; 'plain' does not."),
+    ] = "overlapped",
+    max_waiting: Annotated[
+        int | None,
+        typer.Option(min=1, help="Refuse requests when so many wait. Default: no limit."),
+    ] = None,
+    trace: Annotated[
+        str | None, typer.Option(help="Write every arrival and plan to this file, for replay.")
+    ] = None,
+) -> None:
+    """Serve a model over HTTP to OpenAI clients; compile first whatever is not in the store."""
+    from trnc.cli.serve_command import run_serve
+
+    options.set_threads(threads)
+    arguments = options.EngineArguments(
+        model=model,
+        preset=preset,
+        backend=backend,
+        store=str(options.store_root(store)),
+        jobs=options.job_count(jobs),
+        require_cache=require_cache,
+        loop=loop,
+        max_waiting=max_waiting,
+        trace=trace,
+    )
+    names = tuple(served_model_name or ())
+    raise typer.Exit(run_serve(arguments, host=host, port=port, names=names))
+
+
+@app.command("compile")
+def compile_(
+    model: options.Model = DEFAULT_MODEL,
+    preset: options.PresetName = "default",
+    backend: options.BackendName = "inductor",
+    store: options.StoreFolder = None,
+    jobs: options.Jobs = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what there is and what is missing.")
+    ] = False,
+) -> None:
+    """Compile every variant of a preset into the store, so that serving never compiles.
+
+    Prints the variant matrix first: every step, bucket, sampling mode and feature that serving can
+    need, and which of the distinct artifacts behind them are in the store already.
+    """
+    from trnc.cli.compile_command import run_compile
+
+    arguments = options.EngineArguments(
+        model=model,
+        preset=preset,
+        backend=backend,
+        store=str(options.store_root(store)),
+        jobs=options.job_count(jobs),
+        require_cache=False,
+    )
+    run_compile(arguments, dry_run=dry_run, console=Console())
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to answer or, with --raw, to continue.")],
+    model: options.Model = DEFAULT_MODEL,
+    preset: options.PresetName = "default",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="0 means all tokens.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
+    ] = False,
+    backend: options.BackendName = "inductor",
+    store: options.StoreFolder = None,
+    jobs: options.Jobs = None,
+    require_cache: options.RequireCache = False,
+    threads: options.Threads = None,
+) -> None:
+    """Answer one prompt in the terminal, streamed, with tokens per second at the end."""
+    from trnc.cli.generate_command import GenerateOptions, run_generate
+    from trnc.core import SamplingParams
+
+    options.set_threads(threads)
+    arguments = options.EngineArguments(
+        model=model,
+        preset=preset,
+        backend=backend,
+        store=str(options.store_root(store)),
+        jobs=options.job_count(jobs),
+        require_cache=require_cache,
+    )
+    sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    run_generate(arguments, GenerateOptions(prompt, sampling, max_tokens, raw))
+
+
+@app.command()
+def bench(
+    model: options.Model = DEFAULT_MODEL,
+    preset: options.PresetName = "default",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 512,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens decoded a sequence.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Medians are taken over so many.")] = 3,
+    backend: options.BackendName = "inductor",
+    store: options.StoreFolder = None,
+    jobs: options.Jobs = None,
+    require_cache: options.RequireCache = False,
+    threads: options.Threads = None,
+) -> None:
+    """Measure prefill and decode of this machine, at every number of sequences of the preset."""
+    from trnc.cli.bench_command import run_bench
+
+    options.set_threads(threads)
+    arguments = options.EngineArguments(
+        model=model,
+        preset=preset,
+        backend=backend,
+        store=str(options.store_root(store)),
+        jobs=options.job_count(jobs),
+        require_cache=require_cache,
+    )
+    run_bench(arguments, prompt_tokens=prompt_tokens, output_tokens=output_tokens, rounds=rounds)
+
+
+@app.command()
+def presets() -> None:
+    """List the presets that ship with trnc."""
+    table = Table()
+    for column in ("name", "sequences", "prefill buckets", "context", "description"):
+        table.add_column(column)
+    for preset in map(load_preset, preset_names()):
+        table.add_row(
+            preset.name,
+            f"up to {preset.max_rows}",
+            ", ".join(map(str, preset.prefill_tokens)),
+            str(preset.max_context),
+            preset.description,
+        )
+    Console().print(table)
+
+
+@app.command()
+def pull(
+    model: Annotated[
+        str, typer.Argument(help=f"'{DEFAULT_MODEL}' or a hub id such as org/name.")
+    ] = DEFAULT_MODEL,
+) -> None:
+    """Download a model into the user's cache and check it; later starts need no network."""
+    console = Console()
+    source = pull_model(model, report=console.print)
+    console.print(f"{source.name} is in {source.path}", highlight=False)
+
+
+@app.command("explain-miss")
+def explain_miss(
+    model: options.Model = DEFAULT_MODEL,
+    preset: options.PresetName = "default",
+    store: options.StoreFolder = None,
+) -> None:
+    """Say why artifacts are missing: which factor differs from the nearest one in the store."""
+    from trnc.cli.compile_command import run_explain
+
+    run_explain(model, load_preset(preset), options.store_root(store), Console())
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(f"trnc {__version__}")
