@@ -17,7 +17,7 @@ from trnc.serve.sampling import check_token_ids
 
 T = TypeVar("T")
 
-IN_THREAD = 16_384  # characters; about a millisecond of tokenising
+IN_THREAD = 4096  # characters; about a millisecond of tokenising
 
 
 class PromptBuilder:
