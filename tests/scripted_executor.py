@@ -120,7 +120,7 @@ class ScriptedHandle:
     executor: ScriptedExecutor
     plan: StepPlan
     number: int
-    after_refused: frozenset[int]  # the slots of the step before, if `submit` refused it
+    lost_slots: frozenset[int]  # their rows may follow on what a step that failed did not write
     outcome: StepResult | Exception | None = None
 
     def result(self) -> StepResult:
@@ -152,8 +152,6 @@ class ScriptedExecutor:
         ]  # (position, token) of each cell
         self._last: list[int | None] = [None] * self.info.max_rows
         self._queue: deque[ScriptedHandle] = deque()
-        # A step planned behind one that failed may have rows that follow on what was lost.
-        self._lost_slots: frozenset[int] = frozenset()
         self._refused: frozenset[int] = frozenset()
 
     def submit(self, plan: StepPlan) -> ScriptedHandle:
@@ -169,6 +167,11 @@ class ScriptedExecutor:
         self._queue.append(handle)
         return handle
 
+    @property
+    def busy(self) -> bool:
+        """Whether a step has been submitted that has not run."""
+        return bool(self._queue)
+
     def compiles_after_ready(self) -> int:
         return self.compiles
 
@@ -180,24 +183,24 @@ class ScriptedExecutor:
         if self.gate is not None:
             self.gate.acquire()
         handle = self._queue.popleft()
-        self._lost_slots |= handle.after_refused
         try:
-            handle.outcome = self._run(handle.plan, handle.number)
+            handle.outcome = self._run(handle)
         except Exception as error:  # a handle raises what its step raised
             handle.outcome = error
 
-    def _run(self, plan: StepPlan, number: int) -> StepResult:
-        if number in self.die_at:
-            raise RuntimeError(f"step {number} broke the device")
-        if number in self.fail_at:
-            self._lost_slots = frozenset(s.slot for s in plan.sequences)
-            raise EngineError(f"step {number} failed")
+    def _run(self, handle: ScriptedHandle) -> StepResult:
+        plan = handle.plan
+        if handle.number in self.die_at:
+            raise RuntimeError(f"step {handle.number} broke the device")
+        if handle.number in self.fail_at:
+            for later in self._queue:
+                later.lost_slots |= {s.slot for s in plan.sequences}
+            raise EngineError(f"step {handle.number} failed")
         # All of a step's reads come before its sampled tokens are stored, as on a device.
-        tokens = [self._run_sequence(sequence) for sequence in plan.sequences]
+        tokens = [self._run_sequence(s, s.slot in handle.lost_slots) for s in plan.sequences]
         for sequence, token in zip(plan.sequences, tokens, strict=True):
             if token is not None:
                 self._last[sequence.slot] = token
-        self._lost_slots = frozenset()
         logprobs = [
             expected_logprobs(token, sequence.sampling.logprobs, self.info)
             if token is not None and sequence.sampling.logprobs is not None
@@ -206,36 +209,34 @@ class ScriptedExecutor:
         ]
         return StepResult(tuple(tokens), tuple(logprobs))
 
-    def _run_sequence(self, sequence: SequencePlan) -> int | None:
+    def _run_sequence(self, sequence: SequencePlan, lost: bool) -> int | None:
         size = self.info.page_size
         token_ids = sequence.token_ids
         if token_ids is None:
             last = self._last[sequence.slot]
-            lost = sequence.slot in self._lost_slots
             assert last is not None or lost, f"slot {sequence.slot} has not sampled a token"
             token_ids = (0 if last is None else last,)
         for position, token in enumerate(token_ids, start=sequence.start):
             self._pages[sequence.pages[position // size]][position % size] = (position, token)
-        history = self._history(sequence)
+        history = self._history(sequence, lost)
         if not sequence.sample:
             return None
-        token = scripted_token(history, sequence.output_index, self.script, self.info)
-        if token is not None:
-            return token
+        reply = scripted_token(history, sequence.output_index, self.script, self.info)
+        if reply is not None:
+            return reply
         return next_token(history, sequence.sampling, sequence.output_index, self.info)
 
-    def _history(self, sequence: SequencePlan) -> list[int]:
+    def _history(self, sequence: SequencePlan, lost: bool) -> list[int]:
         """Read positions `0 .. start + count - 1` back through the pages."""
         size = self.info.page_size
         history: list[int] = []
         for position in range(sequence.start + sequence.count):
             cell = self._pages[sequence.pages[position // size]][position % size]
-            if cell is None or cell[0] != position:
-                assert sequence.slot in self._lost_slots, (
-                    f"position {position} of {sequence} was never written: the cell has {cell}"
-                )
-                cell = (position, 0)
-            history.append(cell[1])
+            if cell is not None and cell[0] == position:
+                history.append(cell[1])
+                continue
+            assert lost, f"position {position} of {sequence} was never written: the cell has {cell}"
+            history.append(0)
         return history
 
 

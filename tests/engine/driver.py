@@ -28,6 +28,7 @@ def check_ownership(scheduler: Scheduler) -> None:
     locks: dict[int, int] = {}
     for request in scheduler.running:
         assert request.node is not None
+        assert request.computed <= request.scheduled
         shared = kv.tree.pages(request.node)
         assert request.pages[: len(shared)] == shared
         owned += request.pages[len(shared) :]
@@ -63,6 +64,7 @@ class Driver:
 
     def receive(self, wait: bool) -> Sequence[ToEngine]:
         check_ownership(self.scheduler)
+        assert not (wait and self.executor.busy), "it waits while a step is unread"
         later = [turn for turn in self.arrivals if turn > self.turn]
         if wait and not later:
             return [Shutdown()]

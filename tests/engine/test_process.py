@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import select
 import signal
+import socket as sockets
 import subprocess
 import sys
 import threading
@@ -31,7 +33,7 @@ from trnc.engine.messages import (
     decode_to_api,
     encode,
 )
-from trnc.engine.process import EngineOptions, Report, serve_engine
+from trnc.engine.process import Channel, EngineOptions, Report, serve_engine
 from trnc.engine.trace import read_trace, replay
 from trnc.errors import ConfigError
 
@@ -246,6 +248,19 @@ def test_the_trace_option_writes_a_trace_that_replays(
         api.tokens("a")
         api.send(Shutdown())
     assert replay(read_trace(path)) >= 6
+
+
+def test_a_signal_wakes_the_engine_once(api: Api, endpoint: str) -> None:
+    reader, writer = sockets.socketpair()
+    with reader, writer, zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.linger = 0
+        socket.connect(endpoint)
+        channel = Channel(socket=socket, wakeup=reader)
+        writer.send(b"x")
+        assert list(channel.receive(True)) == []
+        assert select.select([reader], [], [], 0)[0] == []  # the next wait will sleep
+        channel.terminate()
+        assert list(channel.receive(True)) == [Shutdown()]
 
 
 def test_sigterm_ends_an_idle_engine_and_sigint_does_not(api: Api, endpoint: str) -> None:

@@ -135,6 +135,39 @@ def test_preemption_takes_the_newest_and_sends_nothing_twice() -> None:
     assert ends == ["old", "new"]
 
 
+def test_what_is_computed_again_is_not_counted_again() -> None:
+    bench = Bench(page_size=4, num_pages=7, max_context=24)
+    bench.add("old", range(8), 14)
+    bench.add("new", range(40, 48), 14)
+    bench.finish()
+    assert bench.scheduler.counters.preemptions > 0
+    assert bench.scheduler.counters.prompt_tokens == 16
+    assert bench.scheduler.counters.cached_tokens == 0
+    assert {delta.cached_tokens for delta in bench.deltas} == {0}
+
+
+def test_admission_waits_where_it_would_lead_to_a_preemption_at_once() -> None:
+    bench = Bench(page_size=4, num_pages=5, max_context=16)
+    bench.add("old", range(6), 8)
+    bench.add("new", range(40, 46), 8)
+    bench.step()
+    assert [r.request_id for r in bench.scheduler.running] == ["old"]
+    bench.finish()
+    assert bench.scheduler.counters.preemptions == 0
+
+
+def test_the_lowest_free_slot_is_taken() -> None:
+    bench = Bench(max_rows=4)
+    for name in "abc":
+        bench.add(name, range(3), 9)
+    bench.step()
+    bench.scheduler.abort("a")
+    bench.add("d", range(3), 9)
+    bench.finish()
+    last = {s.slot for plan in bench.executor.plans[2:] for s in plan.sequences}
+    assert last == {0, 1, 2}
+
+
 def test_output_index_goes_on_after_a_preemption() -> None:
     sampling = SamplingParams(temperature=1.0, seed=5)
     bench = Bench(page_size=4, num_pages=7, max_context=24)
@@ -285,13 +318,60 @@ def test_a_request_preempted_in_flight_keeps_the_token_of_that_step() -> None:
         assert bench.tokens(name) == expected_tokens(prompt, 10, SamplingParams(), bench.info)
 
 
+def plan_and_submit(bench: Bench) -> tuple[StepPlan, ScriptedHandle]:
+    plan = bench.scheduler.plan()
+    assert plan is not None
+    return plan, bench.executor.submit(plan)
+
+
+def land(bench: Bench, flight: tuple[StepPlan, ScriptedHandle]) -> None:
+    bench.deltas += bench.scheduler.commit(flight[0], flight[1].result())
+
+
+def test_a_preempted_request_waits_for_its_token_before_it_is_admitted() -> None:
+    bench = Bench(page_size=4, num_pages=6, max_context=16)
+    bench.add("old", range(2), 6)
+    bench.add("new", range(40, 46), 10)
+    for _ in range(5):  # the prefill and four decodes
+        bench.step()
+    both, alone = plan_and_submit(bench), plan_and_submit(bench)
+    assert [len(plan.sequences) for plan, _ in (both, alone)] == [2, 1]
+    assert bench.scheduler.plan() is None  # no page is left for "new"
+    assert bench.scheduler.counters.preemptions == 1
+    land(bench, both)  # "old" ends, so there are pages now
+    assert bench.scheduler.plan() is None
+    land(bench, alone)
+    bench.finish()
+    assert bench.tokens("new") == expected_tokens(range(40, 46), 10, SamplingParams(), bench.info)
+
+
+def test_a_step_of_an_earlier_stay_does_not_count_for_this_one() -> None:
+    bench = Bench(page_size=4, num_pages=19, max_prefill_tokens=8)
+    bench.add("old", range(7), 20)
+    bench.add("new", range(20, 80), 2)
+    before, last = plan_and_submit(bench), plan_and_submit(bench)
+    while not bench.scheduler.counters.preemptions:
+        land(bench, before)
+        before, last = last, plan_and_submit(bench)
+    assert (before[0].step, last[0].step) == ("prefill", "decode")
+    bench.scheduler.abort("old")
+    again = plan_and_submit(bench)  # "new" is back, with pages that only this step fills
+    computed = again[0].sequences[0].start
+    land(bench, before)
+    assert bench.scheduler.running[0].computed == computed
+    land(bench, last)
+    land(bench, again)
+    bench.finish()
+    assert bench.tokens("new") == expected_tokens(range(20, 80), 2, SamplingParams(), bench.info)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, aborts, failures, and up to two steps in flight, on a pool that is small."""
+    """Random arrivals, aborts and failures, up to three steps in flight, on a pool that is small."""
 
     def __init__(self) -> None:
         super().__init__()
         self.info = small_info(
-            max_rows=3, max_prefill_tokens=6, max_context=20, page_size=2, num_pages=13
+            max_rows=3, max_prefill_tokens=6, max_context=20, page_size=2, num_pages=11
         )
         self.scheduler = Scheduler(info=self.info)
         self.executor = ScriptedExecutor(info=self.info, fail_at=set())
@@ -301,12 +381,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.arrivals = 0
 
     @rule(
-        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=12),
-        max_tokens=st.integers(1, 8),
+        prompts=st.lists(
+            st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=4
+        ),
+        max_tokens=st.integers(1, 16),
         seed=st.integers(0, 2),
-        stop=st.sets(st.integers(0, 96), max_size=20),
+        stop=st.sets(st.integers(0, 96), max_size=8),
     )
-    def arrive(self, prompt: list[int], max_tokens: int, seed: int, stop: set[int]) -> None:
+    def arrive(self, prompts: list[list[int]], max_tokens: int, seed: int, stop: set[int]) -> None:
+        for prompt in prompts:
+            self.arrive_one(prompt, max_tokens, seed, stop)
+
+    def arrive_one(self, prompt: list[int], max_tokens: int, seed: int, stop: set[int]) -> None:
         name = str(self.arrivals)
         self.arrivals += 1
         sampling = SamplingParams(temperature=float(seed > 0), seed=seed)
@@ -315,8 +401,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         assert self.scheduler.submit(message) == []
         self.got[name] = []
+        length = min(max_tokens, self.info.max_context - len(prompt))
         self.expected[name] = expected_tokens(
-            prompt, max_tokens, sampling, self.info, stop_token_ids=stop
+            prompt, length, sampling, self.info, stop_token_ids=stop
         )
 
     @precondition(lambda self: self.scheduler.request_ids)
@@ -326,7 +413,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.abort(name)
         del self.expected[name]
 
-    @precondition(lambda self: len(self.flights) < 2)
+    @precondition(lambda self: len(self.flights) < 3)
     @rule(fails=st.sampled_from([False] * 9 + [True]))
     def launch(self, fails: bool) -> None:
         plan = self.scheduler.plan()
@@ -336,6 +423,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         if fails:
             self.executor.fail_at.add(len(self.executor.plans))  # type: ignore[attr-defined]
         self.flights.append((plan, self.executor.submit(plan)))
+
+    @rule(steps=st.integers(4, 12), depth=st.integers(1, 3))
+    def run(self, steps: int, depth: int) -> None:
+        for _ in range(steps):
+            if len(self.flights) < depth:
+                self.launch(fails=False)
+            if self.flights:
+                self.land()
 
     @precondition(lambda self: self.flights)
     @rule()
@@ -370,13 +465,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Whatever is left ends, and in a bounded number of steps."""
-        for _ in range(60 * (len(self.expected) + 1)):
-            if not self.scheduler.request_ids and not self.flights:
-                break
-            if self.flights:
-                self.land()
-            else:
-                self.launch(False)
+        self.run(steps=60 * (len(self.expected) + 1), depth=2)
         assert not self.expected
         assert self.scheduler.kv.available == self.info.num_pages - 1
 

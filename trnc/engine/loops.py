@@ -114,7 +114,7 @@ class Engine:
 
     def drain(self, *, busy: bool) -> bool:
         """Take in what has arrived, waiting if nothing else is to be done; False on a Shutdown."""
-        wait = not busy and not self.scheduler.request_ids
+        wait = not busy and not self.scheduler.has_work
         began = self._clock()
         messages = self._receive(wait)
         if wait:
@@ -123,7 +123,7 @@ class Engine:
 
     def launch(self) -> Flight | None:
         """Plan a step and submit it; None if there is nothing to run."""
-        if not self.scheduler.request_ids:
+        if not self.scheduler.has_work:
             return None
         plan = self.scheduler.plan()
         self._trace(Planned(plan))

@@ -84,6 +84,11 @@ class Scheduler:
         """The requests that have not ended, oldest first."""
         return list(self._requests)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._requests)
+
     def submit(self, message: Submit) -> list[Delta]:
         """Put a request at the end of the line; a resumed one that has all its tokens ends here.
 
