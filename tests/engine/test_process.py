@@ -239,6 +239,18 @@ def test_a_start_that_fails_says_why(api: Api, endpoint: str) -> None:
     assert api.expect(Starting).line == "failed: --preset huge: not enough memory"
 
 
+def test_a_trace_that_cannot_be_written_is_a_start_that_fails(
+    api: Api, endpoint: str, tmp_path: Path
+) -> None:
+    thread = EngineThread(
+        ScriptedExecutor(info=small_info()), endpoint, EngineOptions(trace=tmp_path / "no" / "dir")
+    )
+    thread.start()
+    assert "--trace" in api.expect(Starting).line
+    thread.join()
+    assert thread.code == 1
+
+
 def test_the_trace_option_writes_a_trace_that_replays(
     api: Api, endpoint: str, tmp_path: Path
 ) -> None:

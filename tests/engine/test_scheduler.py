@@ -366,7 +366,7 @@ def test_a_step_of_an_earlier_stay_does_not_count_for_this_one() -> None:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, aborts and failures, up to three steps in flight, on a pool that is small."""
+    """Random arrivals, aborts and failures, up to three steps in flight, on a small pool."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ from trnc.engine.messages import (
 )
 from trnc.engine.scheduler import Scheduler
 from trnc.engine.trace import Began, TraceEvent, TraceSink, discard, encode_event
-from trnc.errors import TrncError
+from trnc.errors import ConfigError, TrncError
 
 log = logging.getLogger(__name__)
 
@@ -79,40 +79,39 @@ def serve_engine(executor_factory: ExecutorFactory, endpoint: str, options: Engi
         wakeup = stack.enter_context(_wakeup_socket())
         channel = stack.enter_context(_connected(endpoint, wakeup))
         try:
+            trace = stack.enter_context(_trace_sink(options.trace))
             executor, timings, features = executor_factory(
                 lambda line: channel.send(Starting(line))
             )
         except Exception as error:
-            log.exception("the engine could not start")
+            unforeseen = not isinstance(error, TrncError)
+            log.error("the engine could not start: %s", _text(error), exc_info=unforeseen)
             channel.send(Starting(f"failed: {_text(error)}"))
             return 1
         stack.callback(executor.close)
         stack.enter_context(_handled(signal.SIGTERM, lambda *_: channel.terminate()))
         channel.send(_ready(executor.info, timings, features))
-        return _serve(executor, channel, options)
+        return _serve(executor, channel, trace, options)
 
 
-def _serve(executor: Executor, channel: Channel, options: EngineOptions) -> int:
+def _serve(executor: Executor, channel: Channel, trace: TraceSink, options: EngineOptions) -> int:
     scheduler = Scheduler(info=executor.info, max_waiting=options.max_waiting)
-    with _trace_sink(options.trace) as trace:
-        trace(Began(executor.info, options.max_waiting))
-        engine = Engine(
-            scheduler=scheduler,
-            executor=executor,
-            receive=channel.receive,
-            send=channel.send,
-            trace=trace,
-            clock=time.monotonic,
-        )
-        try:
-            (overlapped_loop if options.overlapped else plain_loop)(engine)
-        except Exception as error:
-            log.exception("the engine cannot go on")
-            for request_id in scheduler.request_ids:
-                channel.send(
-                    Failed(request_id, f"engine error: {_text(error)}; the engine stopped")
-                )
-            return 1
+    trace(Began(executor.info, options.max_waiting))
+    engine = Engine(
+        scheduler=scheduler,
+        executor=executor,
+        receive=channel.receive,
+        send=channel.send,
+        trace=trace,
+        clock=time.monotonic,
+    )
+    try:
+        (overlapped_loop if options.overlapped else plain_loop)(engine)
+    except Exception as error:
+        log.exception("the engine cannot go on")
+        for request_id in scheduler.request_ids:
+            channel.send(Failed(request_id, f"engine error: {_text(error)}; the engine stopped"))
+        return 1
     return 0
 
 
@@ -244,7 +243,11 @@ def _trace_sink(path: Path | None) -> Iterator[TraceSink]:
     if path is None:
         yield discard
         return
-    with path.open("wb") as file:
+    try:
+        file = path.open("wb")
+    except OSError as error:
+        raise ConfigError(f"--trace {path}: {error.strerror}") from None
+    with file:
 
         def write(event: TraceEvent) -> None:
             file.write(encode_event(event))
