@@ -1,0 +1,135 @@
+"""Paged attention and the write of new keys and values, with their plain-torch references.
+
+A step attends to the keys of its cached pages plus its own new ones, and writes the new ones into
+their pages once, at its end: so a step can be abandoned, and a rejected draft needs no undoing.
+New keys and values arrive already rounded to the cache's dtype, which makes a key the same number
+whether it is read from a page or from the step that computed it.
+
+Shapes, shared by every function here: T token rows, R sequences, Hq query heads that share Hkv
+key-value heads in equal groups, D head_dim, S page_size, P pages, MP the width of a block table.
+
+- `q` [T, Hq, D]; `k_new`, `v_new` [T, Hkv, D] in the dtype of the cache.
+- `k_pages` [P, Hkv, D, S], keys transposed so that a vector holds one coordinate of S keys;
+  `v_pages` [P, Hkv, S, D].
+- `block_tables` [R, MP] int32: page `block_tables[r, i]` holds positions `i*S .. i*S + S - 1`.
+- `sequences` [R, 3] int32: (first token row, token count, start position). Sequence r's tokens are
+  rows `first .. first + count - 1`, at positions `start .. start + count - 1`. A count of 0 marks
+  an unused entry, whose block table is never read.
+
+The native kernels keep the contract of bits: a row's output depends on its own query and the keys
+at its own and earlier positions, not on how its prompt was cut into steps, which keys came from
+pages, nor on any other sequence. The references compute in the dtype of `q`, for any dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trnc.ops.library import declare
+
+
+def paged_attention(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    sequences: Tensor,
+    scale: float,
+) -> Tensor:
+    """Return softmax(scale * q k^T) v over each row's own and earlier positions, [T, Hq, D].
+
+    Keys before a sequence's start come from its pages, the others from `k_new` (causally). Query
+    head h uses key-value head `h // (Hq // Hkv)`. Rows that no sequence covers give zeros.
+    """
+    result: Tensor = torch.ops.trnc.paged_attention.default(
+        q, k_new, v_new, k_pages, v_pages, block_tables, sequences, scale
+    )
+    return result
+
+
+def kv_write(
+    k_pages: Tensor,
+    v_pages: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    block_tables: Tensor,
+    sequences: Tensor,
+) -> None:
+    """Write each sequence's rows of `k_new` and `v_new` into its pages, in place."""
+    torch.ops.trnc.kv_write.default(k_pages, v_pages, k_new, v_new, block_tables, sequences)
+
+
+def _paged_attention(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    sequences: Tensor,
+    scale: float,
+) -> Tensor:
+    out = torch.zeros_like(q)
+    for table, (first, count, start) in zip(block_tables, sequences.tolist(), strict=True):
+        if count == 0:
+            continue
+        rows = slice(first, first + count)
+        past_k, past_v = _cached(k_pages, v_pages, table, start)
+        k = torch.cat([past_k, k_new[rows]]).to(q.dtype)
+        v = torch.cat([past_v, v_new[rows]]).to(q.dtype)
+        out[rows] = _attend(q[rows], k, v, start=start, scale=scale)
+    return out
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, *, start: int, scale: float) -> Tensor:
+    """Attend from q [count, Hq, D] at positions `start..` to k, v [start + count, Hkv, D]."""
+    count, heads, width = q.shape
+    grouped = q.view(count, k.shape[1], -1, width)
+    scores = torch.einsum("tkgd,skd->kgts", grouped * scale, k)
+    position = torch.arange(start, start + count, device=q.device)
+    later = torch.arange(k.shape[0], device=q.device) > position[:, None]
+    weights = scores.masked_fill(later, float("-inf")).softmax(dim=-1)
+    return torch.einsum("kgts,skd->tkgd", weights, v).reshape(count, heads, width)
+
+
+def _cached(k_pages: Tensor, v_pages: Tensor, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Gather the first `length` keys and values of one block table, each [length, Hkv, D]."""
+    page_size = v_pages.shape[2]
+    pages = table[: -(-length // page_size)].long()
+    k = k_pages[pages].permute(0, 3, 1, 2).flatten(0, 1)
+    v = v_pages[pages].permute(0, 2, 1, 3).flatten(0, 1)
+    return k[:length], v[:length]
+
+
+def _kv_write(
+    k_pages: Tensor,
+    v_pages: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    block_tables: Tensor,
+    sequences: Tensor,
+) -> None:
+    page_size = v_pages.shape[2]
+    for table, (first, count, start) in zip(block_tables, sequences.tolist(), strict=True):
+        rows = slice(first, first + count)
+        position = torch.arange(start, start + count, device=table.device)
+        page, slot = table[position // page_size].long(), position % page_size
+        k_pages[page, :, :, slot] = k_new[rows]
+        v_pages[page, :, slot] = v_new[rows]
+
+
+declare(
+    "paged_attention(Tensor q, Tensor k_new, Tensor v_new, Tensor k_pages, Tensor v_pages, "
+    "Tensor block_tables, Tensor sequences, float scale) -> Tensor",
+    reference=_paged_attention,
+    fake=lambda q, *_: torch.empty_like(q),
+)
+declare(
+    "kv_write(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor k_new, Tensor v_new, "
+    "Tensor block_tables, Tensor sequences) -> ()",
+    reference=_kv_write,
+    fake=lambda *_: None,
+)

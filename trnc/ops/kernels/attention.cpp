@@ -1,0 +1,441 @@
+// How the bits stay the same whatever the step looks like: the arithmetic of one query row is fixed by
+// its own position. It walks its keys in blocks of one page, by absolute position; a score adds up over
+// d in sequence (vector lanes are keys); an output adds up over keys in sequence (lanes are d). Blocks
+// form segments of kSegmentKeys, each with an online softmax of its own, and a row's segments are merged
+// in order. How rows are tiled, which thread runs what, and whether a block is read in place or through
+// scratch (widening to f32 is exact) decides only speed.
+//
+// Keys after a row's position are never multiplied with, so garbage in unused slots cannot reach it.
+#include "attention.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace trnc {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr int64_t kTileRows = 96;         // (query, head) rows that share a widened block
+constexpr int kRows = 6;                  // register tile: rows ...
+constexpr int kVectors = kWide ? 4 : 1;   // ... times vectors
+
+struct F16 { uint16_t bits; };
+struct BF16 { uint16_t bits; };
+
+inline F32x16 widen(const float* p) { return load(p); }
+inline F32x16 widen(const F16* p) { return load_f16(&p->bits); }
+inline F32x16 widen(const BF16* p) { return load_bf16(&p->bits); }
+
+template <class T>
+F32x16 widen_n(const T* p, int n) {
+  T part[kLanes] = {};
+  std::memcpy(part, p, n * sizeof(T));
+  return widen(part);
+}
+
+// c[r, :] += sum over i of a[r, i] * b[i, :], for R rows and V vectors of columns.
+template <int R, int V, class T>
+void multiply_tile(const float* a, int64_t lda, const T* b, int64_t ldb, int64_t n, float* c, int64_t ldc) {
+  F32x16 acc[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) acc[r][v] = load(c + r * ldc + v * kLanes);
+  for (int64_t i = 0; i < n; ++i) {
+    F32x16 x[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) x[v] = widen(b + i * ldb + v * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const F32x16 y = broadcast(a[r * lda + i]);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) acc[r][v] = fma(y, x[v], acc[r][v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) store(c + r * ldc + v * kLanes, acc[r][v]);
+}
+
+template <int V, class T>
+void multiply_columns(int64_t rows, const float* a, int64_t lda, const T* b, int64_t ldb, int64_t n, float* c,
+                      int64_t ldc) {
+  for (; rows >= kRows; rows -= kRows, a += kRows * lda, c += kRows * ldc)
+    multiply_tile<kRows, V>(a, lda, b, ldb, n, c, ldc);
+  switch (rows) {
+    case 5: return multiply_tile<5, V>(a, lda, b, ldb, n, c, ldc);
+    case 4: return multiply_tile<4, V>(a, lda, b, ldb, n, c, ldc);
+    case 3: return multiply_tile<3, V>(a, lda, b, ldb, n, c, ldc);
+    case 2: return multiply_tile<2, V>(a, lda, b, ldb, n, c, ldc);
+    case 1: return multiply_tile<1, V>(a, lda, b, ldb, n, c, ldc);
+  }
+}
+
+// c [rows, columns] += a [rows, n] b [n, columns]; columns are a multiple of 16.
+template <class T>
+void multiply(int64_t rows, int64_t columns, const float* a, int64_t lda, const T* b, int64_t ldb, int64_t n,
+              float* c, int64_t ldc) {
+  int64_t at = 0;
+  for (; at + kVectors * kLanes <= columns; at += kVectors * kLanes)
+    multiply_columns<kVectors>(rows, a, lda, b + at, ldb, n, c + at, ldc);
+  for (; kVectors > 2 && at + 2 * kLanes <= columns; at += 2 * kLanes)
+    multiply_columns<2>(rows, a, lda, b + at, ldb, n, c + at, ldc);
+  for (; at < columns; at += kLanes) multiply_columns<1>(rows, a, lda, b + at, ldb, n, c + at, ldc);
+}
+
+// Query rows of one sequence that share a key-value head: `queries` tokens from its token `query` on,
+// times the heads of the group. Row i is token query + i / group, head i % group of the group.
+struct Tile {
+  int32_t sequence, kv_head, query, queries;
+};
+
+struct Problem {
+  const PagedKeys& keys;
+  const float* q;
+  float* out;
+  int64_t query_heads, group;
+  int64_t width;   // head_dim rounded up to whole vectors
+  int64_t stride;  // of a row of results: its output and the lanes of its sum of weights
+  float scale;
+
+  const Sequence& sequence(const Tile& t) const { return keys.sequences[t.sequence]; }
+  int64_t rows(const Tile& t) const { return t.queries * group; }
+  int64_t position(const Tile& t, int64_t row) const { return sequence(t).start + t.query + row / group; }
+  int64_t last_position(const Tile& t) const { return sequence(t).start + t.query + t.queries - 1; }
+  int64_t segments(const Tile& t) const { return last_position(t) / kSegmentKeys + 1; }
+  int64_t offset(const Tile& t, int64_t row) const {  // of a row in q and out
+    const int64_t token = sequence(t).first + t.query + row / group;
+    return (token * query_heads + t.kv_head * group + row % group) * keys.head_dim;
+  }
+  int64_t page_offset(const Tile& t, int64_t block) const {  // of a block in k_pages and v_pages
+    const int64_t page = keys.block_tables[t.sequence * keys.table_width + block];
+    return (page * keys.kv_heads + t.kv_head) * keys.head_dim * keys.page_size;
+  }
+};
+
+template <class T>
+void grow(std::vector<T>& buffer, int64_t n) {
+  if (static_cast<int64_t>(buffer.size()) < n) buffer.resize(n);
+}
+
+// What a thread needs to run one tile. Row i's unfinished softmax is `top[i]`, the largest score so
+// far, and `result[i]`: the sums of weight * value and of weight, where a weight is exp(score - top).
+struct Scratch {
+  std::vector<float> q, k, v, scores, top, result, merged_top, merged;
+
+  void fit(const Problem& p, int64_t rows) {
+    grow(q, rows * p.keys.head_dim);
+    grow(k, p.keys.head_dim * p.keys.page_size);
+    grow(v, p.width * p.keys.page_size);
+    grow(scores, rows * p.keys.page_size);
+    grow(top, rows);
+    grow(result, rows * p.stride);
+    grow(merged_top, rows);
+    grow(merged, rows * p.stride);
+  }
+};
+
+void load_queries(const Problem& p, const Tile& tile, float* q) {
+  const int64_t d = p.keys.head_dim;
+  for (int64_t row = 0; row < p.rows(tile); ++row) {
+    const float* from = p.q + p.offset(tile, row);
+    for (int64_t i = 0; i < d; ++i) q[row * d + i] = from[i] * p.scale;
+  }
+}
+
+template <class T>
+void widen_row(const T* from, float* to, int64_t n) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(to + i, widen(from + i));
+  if (i < n) store(to + i, widen_n(from + i, static_cast<int>(n - i)));
+}
+
+// Widens the keys and values of one block, up to position `last`, into scratch: those before the
+// sequence's start from its page, the others from the step's rows. Later lanes keep what they held.
+template <class T>
+void gather_block(const Problem& p, const Tile& tile, int64_t block, int64_t last, Scratch& s) {
+  const PagedKeys& keys = p.keys;
+  const Sequence& seq = p.sequence(tile);
+  const int64_t d = keys.head_dim, size = keys.page_size, from = block * size;
+  const int64_t end = std::min(size, last + 1 - from);
+  const int64_t cached = std::clamp<int64_t>(seq.start - from, 0, end);
+  if (cached > 0) {
+    const T* k = static_cast<const T*>(keys.k_pages) + p.page_offset(tile, block);
+    const T* v = static_cast<const T*>(keys.v_pages) + p.page_offset(tile, block);
+    for (int64_t i = 0; i < d * size; i += kLanes) store(s.k.data() + i, widen(k + i));
+    for (int64_t j = 0; j < cached; ++j) widen_row(v + j * d, s.v.data() + j * p.width, d);
+  }
+  for (int64_t j = cached; j < end; ++j) {
+    const int64_t at = ((seq.first + from + j - seq.start) * keys.kv_heads + tile.kv_head) * d;
+    float* row = s.v.data() + j * p.width;
+    widen_row(static_cast<const T*>(keys.k_new) + at, row, d);
+    for (int64_t i = 0; i < d; ++i) s.k[i * size + j] = row[i];
+    widen_row(static_cast<const T*>(keys.v_new) + at, row, d);
+  }
+}
+
+// Turns the scores of a row's first `valid` keys into weights and makes room for them in its softmax.
+void update_softmax(const Problem& p, float* scores, int64_t valid, float& top, float* result) {
+  const F32x16 nothing = broadcast(-kInfinity);
+  F32x16 best = nothing;
+  for (int64_t j = 0; j < valid; j += kLanes) {
+    const F32x16 x = select(first_lanes(static_cast<int>(valid - j)), load(scores + j), nothing);
+    store(scores + j, x);
+    best = max(x, best);
+  }
+  const float block_top = reduce_max(best);
+  if (block_top > top) {
+    const F32x16 shrink = exp(broadcast(top - block_top));
+    for (int64_t i = 0; i < p.stride; i += kLanes) store(result + i, load(result + i) * shrink);
+    top = block_top;
+  }
+  F32x16 sums = load(result + p.width);
+  for (int64_t j = 0; j < valid; j += kLanes) {
+    const F32x16 weight = exp(load(scores + j) - broadcast(top));  // 0 in lanes after `valid`
+    store(scores + j, weight);
+    sums = sums + weight;
+  }
+  store(result + p.width, sums);
+}
+
+// Folds one block, keys k [head_dim, page_size] and values v [page_size, ldv], into the rows of a tile
+// that have reached it.
+template <class T>
+void attend_block(const Problem& p, const Tile& tile, int64_t block, const T* k, const T* v, int64_t ldv,
+                  Scratch& s) {
+  const int64_t d = p.keys.head_dim, size = p.keys.page_size, from = block * size;
+  const int64_t rows = p.rows(tile);
+  const int64_t begin = std::max<int64_t>(0, from - p.position(tile, 0)) * p.group;
+  float* scores = s.scores.data();
+  std::fill(scores + begin * size, scores + rows * size, 0.0f);
+  multiply(rows - begin, size, s.q.data() + begin * d, d, k, size, d, scores + begin * size, size);
+  for (int64_t row = begin, end; row < rows; row = end) {
+    const int64_t valid = std::min(size, p.position(tile, row) + 1 - from);
+    end = valid == size ? rows : row + p.group;  // rows that have passed the block go together
+    for (int64_t i = row; i < end; ++i)
+      update_softmax(p, scores + i * size, valid, s.top[i], s.result.data() + i * p.stride);
+    multiply(end - row, p.width, scores + row * size, size, v, ldv, valid, s.result.data() + row * p.stride,
+             p.stride);
+  }
+}
+
+// Leaves in scratch the softmax of each row over its keys in one segment.
+template <class T>
+void attend_segment(const Problem& p, const Tile& tile, int64_t segment, Scratch& s) {
+  const PagedKeys& keys = p.keys;
+  const int64_t rows = p.rows(tile), size = keys.page_size, last = p.last_position(tile);
+  std::fill_n(s.top.begin(), rows, -kInfinity);
+  std::fill_n(s.result.begin(), rows * p.stride, 0.0f);
+  const int64_t begin = segment * kSegmentKeys / size;
+  const int64_t end = std::min((segment + 1) * kSegmentKeys / size, last / size + 1);
+  for (int64_t block = begin; block < end; ++block) {
+    const bool cached = (block + 1) * size <= p.sequence(tile).start;
+    if (cached && rows <= kRows && p.width == keys.head_dim) {
+      const int64_t at = p.page_offset(tile, block);
+      attend_block(p, tile, block, static_cast<const T*>(keys.k_pages) + at,
+                   static_cast<const T*>(keys.v_pages) + at, p.width, s);
+    } else {
+      gather_block<T>(p, tile, block, last, s);
+      attend_block(p, tile, block, s.k.data(), s.v.data(), p.width, s);
+    }
+  }
+}
+
+// Folds the next segment of each row into those before it.
+void merge_segment(const Problem& p, const Tile& tile, int64_t segment, const float* top, const float* result,
+                   Scratch& s) {
+  for (int64_t row = 0; row < p.rows(tile); ++row) {
+    if (p.position(tile, row) < segment * kSegmentKeys) continue;
+    const float largest = std::max(s.merged_top[row], top[row]);
+    const F32x16 before = exp(broadcast(s.merged_top[row] - largest));
+    const F32x16 here = exp(broadcast(top[row] - largest));
+    float* merged = s.merged.data() + row * p.stride;
+    for (int64_t i = 0; i < p.stride; i += kLanes)
+      store(merged + i, fma(load(result + row * p.stride + i), here, load(merged + i) * before));
+    s.merged_top[row] = largest;
+  }
+}
+
+void begin_merge(const Problem& p, int64_t rows, Scratch& s) {
+  std::fill_n(s.merged_top.begin(), rows, -kInfinity);
+  std::fill_n(s.merged.begin(), rows * p.stride, 0.0f);
+}
+
+void write_rows(const Problem& p, const Tile& tile, const Scratch& s) {
+  const int64_t d = p.keys.head_dim;
+  for (int64_t row = 0; row < p.rows(tile); ++row) {
+    const float* merged = s.merged.data() + row * p.stride;
+    const F32x16 weights = broadcast(reduce_add(load(merged + p.width)));
+    float* out = p.out + p.offset(tile, row);
+    for (int64_t i = 0; i < d; i += kLanes)
+      store_n(out + i, load(merged + i) / weights, static_cast<int>(d - i));
+  }
+}
+
+// A tile over all its keys or, where one tile is a large share of the step, over one segment of them.
+struct Item {
+  Tile tile;
+  int64_t segment;  // -1 for all
+  int64_t cost;
+  int64_t parked;  // where the results of a segment wait to be merged
+};
+
+struct Plan {
+  std::vector<Tile> tiles, cut;
+  std::vector<Item> items;
+  std::vector<float> parked;  // for each segment of a cut tile: its rows' results, then their tops
+};
+
+void make_tiles(const Problem& p, std::vector<Tile>& tiles) {
+  const int32_t queries = static_cast<int32_t>(std::max<int64_t>(1, kTileRows / p.group));
+  tiles.clear();
+  for (int32_t i = 0; i < p.keys.num_sequences; ++i) {
+    const int32_t count = p.keys.sequences[i].count;
+    for (int32_t query = 0; query < count; query += queries) {
+      for (int32_t head = 0; head < p.keys.kv_heads; ++head)
+        tiles.push_back({i, head, query, std::min(queries, count - query)});
+    }
+  }
+}
+
+int64_t cost(const Problem& p, const Tile& tile) { return p.rows(tile) * (p.last_position(tile) + 1); }
+
+void make_plan(const Problem& p, Plan& plan) {
+  make_tiles(p, plan.tiles);
+  int64_t total = 0, parked = 0;
+  for (const Tile& tile : plan.tiles) total += cost(p, tile);
+  plan.items.clear();
+  plan.cut.clear();
+  for (const Tile& tile : plan.tiles) {
+    const int64_t segments = p.segments(tile);
+    if (segments == 1 || num_threads() == 1 || cost(p, tile) * num_threads() * 4 < total) {
+      plan.items.push_back({tile, -1, cost(p, tile), 0});
+      continue;
+    }
+    plan.cut.push_back(tile);
+    for (int64_t segment = 0; segment < segments; ++segment) {
+      plan.items.push_back({tile, segment, cost(p, tile) / segments, parked});
+      parked += p.rows(tile) * (p.stride + 1);
+    }
+  }
+  grow(plan.parked, parked);
+  std::sort(plan.items.begin(), plan.items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
+}
+
+template <class T>
+void run_item(const Problem& p, const Item& item, float* parked, Scratch& s) {
+  const int64_t rows = p.rows(item.tile);
+  s.fit(p, rows);
+  load_queries(p, item.tile, s.q.data());
+  if (item.segment >= 0) {
+    attend_segment<T>(p, item.tile, item.segment, s);
+    std::copy_n(s.result.data(), rows * p.stride, parked + item.parked);
+    std::copy_n(s.top.data(), rows, parked + item.parked + rows * p.stride);
+    return;
+  }
+  begin_merge(p, rows, s);
+  for (int64_t segment = 0; segment < p.segments(item.tile); ++segment) {
+    attend_segment<T>(p, item.tile, segment, s);
+    merge_segment(p, item.tile, segment, s.top.data(), s.result.data(), s);
+  }
+  write_rows(p, item.tile, s);
+}
+
+void merge_parked(const Problem& p, const Plan& plan, Scratch& s) {
+  const float* parked = plan.parked.data();
+  for (const Tile& tile : plan.cut) {
+    const int64_t rows = p.rows(tile);
+    s.fit(p, rows);
+    begin_merge(p, rows, s);
+    for (int64_t segment = 0; segment < p.segments(tile); ++segment) {
+      merge_segment(p, tile, segment, parked + rows * p.stride, parked, s);
+      parked += rows * (p.stride + 1);
+    }
+    write_rows(p, tile, s);
+  }
+}
+
+template <class T>
+void attend(const Problem& p) {
+  thread_local Plan plan;
+  thread_local Scratch scratch;
+  make_plan(p, plan);
+  const Plan* shared = &plan;  // the thread_local name means another plan in another thread
+  parallel_for(static_cast<int64_t>(plan.items.size()), 1, [&p, shared](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      run_item<T>(p, shared->items[i], const_cast<float*>(shared->parked.data()), scratch);
+  });
+  merge_parked(p, plan, scratch);
+}
+
+// Rows that no sequence covers.
+void clear_padding(const PagedKeys& keys, float* out, int64_t tokens, int64_t row_size) {
+  thread_local std::vector<uint8_t> covered;
+  covered.assign(tokens, 0);
+  for (int64_t i = 0; i < keys.num_sequences; ++i)
+    std::fill_n(covered.begin() + keys.sequences[i].first, keys.sequences[i].count, uint8_t{1});
+  for (int64_t t = 0; t < tokens; ++t) {
+    if (!covered[t]) std::fill_n(out + t * row_size, row_size, 0.0f);
+  }
+}
+
+// Writes one sequence's rows that fall into one page.
+template <class T>
+void write_page(const PagedKeys& keys, const Sequence& seq, const int32_t* table, int64_t block) {
+  const int64_t d = keys.head_dim, size = keys.page_size;
+  const int64_t begin = std::max<int64_t>(seq.start, block * size);
+  const int64_t end = std::min<int64_t>(seq.start + seq.count, (block + 1) * size);
+  for (int64_t head = 0; head < keys.kv_heads; ++head) {
+    const int64_t page = (table[block] * keys.kv_heads + head) * d * size;
+    T* k = static_cast<T*>(keys.k_pages) + page;
+    T* v = static_cast<T*>(keys.v_pages) + page;
+    for (int64_t position = begin; position < end; ++position) {
+      const int64_t slot = position - block * size;
+      const int64_t row = ((seq.first + position - seq.start) * keys.kv_heads + head) * d;
+      const T* key = static_cast<const T*>(keys.k_new) + row;
+      for (int64_t i = 0; i < d; ++i) k[i * size + slot] = key[i];
+      std::memcpy(v + slot * d, static_cast<const T*>(keys.v_new) + row, d * sizeof(T));
+    }
+  }
+}
+
+template <class T>
+void write_pages(const PagedKeys& keys) {
+  for (int64_t i = 0; i < keys.num_sequences; ++i) {
+    const Sequence& seq = keys.sequences[i];
+    if (seq.count == 0) continue;
+    const int64_t first = seq.start / keys.page_size;
+    const int64_t last = (seq.start + seq.count - 1) / keys.page_size;
+    const int32_t* table = keys.block_tables + i * keys.table_width;
+    parallel_for(last - first + 1, 4, [&](int64_t begin, int64_t end) {
+      for (int64_t block = begin; block < end; ++block) write_page<T>(keys, seq, table, first + block);
+    });
+  }
+}
+
+}  // namespace
+
+void paged_attention(const PagedKeys& keys, const float* q, float* out, int64_t tokens, int64_t query_heads,
+                     float scale) {
+  const int64_t width = (keys.head_dim + kLanes - 1) / kLanes * kLanes;
+  const Problem p{keys, q, out, query_heads, query_heads / keys.kv_heads, width, width + kLanes, scale};
+  clear_padding(keys, out, tokens, query_heads * keys.head_dim);
+  switch (keys.type) {
+    case CacheType::f32: return attend<float>(p);
+    case CacheType::f16: return attend<F16>(p);
+    case CacheType::bf16: return attend<BF16>(p);
+  }
+}
+
+void kv_write(const PagedKeys& keys) {
+  if (keys.type == CacheType::f32) return write_pages<uint32_t>(keys);
+  write_pages<uint16_t>(keys);
+}
+
+}  // namespace trnc

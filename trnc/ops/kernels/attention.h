@@ -1,0 +1,38 @@
+// Paged attention and the write of new keys and values, for CPUs. Shapes are those of
+// trnc/ops/attention.py; the caller has checked them, and that tables name pages that exist.
+#pragma once
+
+#include <cstdint>
+
+namespace trnc {
+
+enum class CacheType { f32, f16, bf16 };
+
+// Keys that share one online softmax. Longer contexts are combined from segments of this many keys, cut
+// at multiples of it by absolute position, so that threads can share one sequence. Part of the bits.
+constexpr int64_t kSegmentKeys = 256;
+
+struct Sequence {
+  int32_t first, count, start;
+};
+
+// The paged cache and the step's own rows. Page size must divide kSegmentKeys, and 16 divide it.
+struct PagedKeys {
+  CacheType type;
+  void* k_pages;
+  void* v_pages;
+  const void* k_new;
+  const void* v_new;
+  const int32_t* block_tables;
+  const Sequence* sequences;
+  int64_t num_sequences, table_width;
+  int64_t kv_heads, head_dim, page_size;
+};
+
+// Writes out [tokens, query_heads, head_dim]; rows of no sequence become zeros.
+void paged_attention(const PagedKeys& keys, const float* q, float* out, int64_t tokens, int64_t query_heads,
+                     float scale);
+
+void kv_write(const PagedKeys& keys);
+
+}  // namespace trnc

@@ -1,0 +1,95 @@
+#include "attention.h"
+#include "bindings.h"
+
+namespace trnc {
+namespace {
+
+CacheType cache_type(const Tensor& pages) {
+  switch (pages.scalar_type()) {
+    case ScalarType::Float: return CacheType::f32;
+    case ScalarType::Half: return CacheType::f16;
+    case ScalarType::BFloat16: return CacheType::bf16;
+    default: STD_TORCH_CHECK(false, "k_pages: expected f32, f16 or bf16, got ", pages.scalar_type());
+  }
+}
+
+void check_shape(const Tensor& tensor, const char* name, std::initializer_list<int64_t> shape) {
+  int64_t dim = 0;
+  for (const int64_t size : shape) {
+    STD_TORCH_CHECK(tensor.size(dim) == size, name, ": expected size ", size, " in dimension ", dim, ", got ",
+                    tensor.size(dim));
+    ++dim;
+  }
+}
+
+// Throws unless every sequence's rows exist and its table names existing pages for positions 0..end - 1,
+// where end is its start (`own` false) or the end of its own rows (`own` true).
+void check_sequences(const PagedKeys& keys, int64_t tokens, int64_t pages, bool own) {
+  for (int64_t i = 0; i < keys.num_sequences; ++i) {
+    const Sequence& seq = keys.sequences[i];
+    if (seq.count == 0) continue;
+    STD_TORCH_CHECK(seq.count > 0 && seq.first >= 0 && seq.start >= 0 && seq.count <= tokens - seq.first,
+                    "sequences: row ", i, " = (", seq.first, ", ", seq.count, ", ", seq.start,
+                    ") is not within ", tokens, " token rows");
+    const int64_t end = static_cast<int64_t>(seq.start) + (own ? seq.count : 0);
+    const int64_t blocks = (end + keys.page_size - 1) / keys.page_size;
+    STD_TORCH_CHECK(blocks <= keys.table_width, "block_tables: sequence ", i, " needs ", blocks,
+                    " pages, the table has ", keys.table_width);
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int32_t page = keys.block_tables[i * keys.table_width + block];
+      STD_TORCH_CHECK(page >= 0 && page < pages, "block_tables: sequence ", i, " names page ", page, " of ", pages);
+    }
+  }
+}
+
+PagedKeys paged_keys(const Tensor& k_pages, const Tensor& v_pages, const Tensor& k_new, const Tensor& v_new,
+                     const Tensor& block_tables, const Tensor& sequences) {
+  const CacheType type = cache_type(k_pages);
+  check(k_pages, "k_pages", k_pages.scalar_type(), 4);
+  check(v_pages, "v_pages", k_pages.scalar_type(), 4);
+  check(k_new, "k_new", k_pages.scalar_type(), 3);
+  check(v_new, "v_new", k_pages.scalar_type(), 3);
+  check(block_tables, "block_tables", ScalarType::Int, 2);
+  check(sequences, "sequences", ScalarType::Int, 2);
+  const int64_t heads = k_pages.size(1), width = k_pages.size(2), page_size = k_pages.size(3);
+  check_shape(v_pages, "v_pages", {k_pages.size(0), heads, page_size, width});
+  check_shape(k_new, "k_new", {k_new.size(0), heads, width});
+  check_shape(v_new, "v_new", {k_new.size(0), heads, width});
+  check_shape(sequences, "sequences", {block_tables.size(0), 3});
+  STD_TORCH_CHECK(page_size % 16 == 0 && kSegmentKeys % page_size == 0,
+                  "k_pages: the page size must be 16, 32, 64, 128 or 256, got ", page_size);
+  // The kernels read the cache; only kv_write, whose schema says so, writes to it.
+  return {type, k_pages.mutable_data_ptr(), v_pages.mutable_data_ptr(), k_new.const_data_ptr(),
+          v_new.const_data_ptr(), read<int32_t>(block_tables),
+          reinterpret_cast<const Sequence*>(read<int32_t>(sequences)), block_tables.size(0),
+          block_tables.size(1), heads, width, page_size};
+}
+
+Tensor paged_attention_op(const Tensor& q, const Tensor& k_new, const Tensor& v_new, const Tensor& k_pages,
+                          const Tensor& v_pages, const Tensor& block_tables, const Tensor& sequences,
+                          double scale) {
+  const PagedKeys keys = paged_keys(k_pages, v_pages, k_new, v_new, block_tables, sequences);
+  check(q, "q", ScalarType::Float, 3);
+  check_shape(q, "q", {k_new.size(0), q.size(1), keys.head_dim});
+  STD_TORCH_CHECK(q.size(1) % keys.kv_heads == 0, "q: ", q.size(1), " heads do not divide into groups of ",
+                  keys.kv_heads, " key-value heads");
+  check_sequences(keys, q.size(0), k_pages.size(0), false);
+  Tensor out = empty(q, {q.size(0), q.size(1), keys.head_dim}, ScalarType::Float);
+  paged_attention(keys, read<float>(q), write<float>(out), q.size(0), q.size(1), static_cast<float>(scale));
+  return out;
+}
+
+void kv_write_op(Tensor k_pages, Tensor v_pages, const Tensor& k_new, const Tensor& v_new,
+                 const Tensor& block_tables, const Tensor& sequences) {
+  const PagedKeys keys = paged_keys(k_pages, v_pages, k_new, v_new, block_tables, sequences);
+  check_sequences(keys, k_new.size(0), k_pages.size(0), true);
+  kv_write(keys);
+}
+
+}  // namespace
+}  // namespace trnc
+
+STABLE_TORCH_LIBRARY_IMPL(trnc, CPU, m) {
+  m.impl("paged_attention", TORCH_BOX(&trnc::paged_attention_op));
+  m.impl("kv_write", TORCH_BOX(&trnc::kv_write_op));
+}
