@@ -68,7 +68,8 @@ def _traced() -> list[PresetGraphs]:
     # `diff` does without torch, which this imports.
     from trnc.compiler.graphs import traced_graphs  # noqa: PLC0415
 
-    return [traced_graphs(model, preset) for model, preset in LOCKED]
+    models = REPOSITORY / "graphs"
+    return [traced_graphs(models, model, preset) for model, preset in LOCKED]
 
 
 def _read_old(graphs: Path) -> tuple[PresetGraphs, ...]:

@@ -41,7 +41,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def trace_with(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
     graphs = ModuleType("trnc.compiler.graphs")
-    graphs.traced_graphs = lambda model, preset: traced(model, preset, op)  # type: ignore[attr-defined]
+    graphs.traced_graphs = lambda graphs, model, preset: traced(model, preset, op)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "trnc.compiler.graphs", graphs)
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.export import ExportedProgram
 
 from trnc.compiler import canonical
 from trnc.compiler.backends import inductor
@@ -42,9 +42,9 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class TracedStage:
-    """A stage with its canonical text."""
+    """A stage's graph and its canonical text."""
 
-    spec: StageSpec
+    program: ExportedProgram
     text: str
     digest: str
 
@@ -82,8 +82,9 @@ def trace_all(
     traced = {}
     for index, spec in enumerate(specs):
         report(index, len(specs), spec.label)
-        text = canonical.canonical_text(trace_stage(spec))
-        traced[spec] = TracedStage(spec=spec, text=text, digest=canonical.digest(text))
+        program = trace_stage(spec)
+        text = canonical.canonical_text(program)
+        traced[spec] = TracedStage(program, text, canonical.digest(text))
     return programs, traced
 
 
@@ -170,8 +171,6 @@ def _prepare_worker(root: Path) -> None:
     """Keep Inductor's own caches (precompiled headers) below the store, and threads to one."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(root / "inductor")
     torch.set_num_threads(1)
-    # torch's own use of a deprecated torch function; nothing that a person could mend.
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
 
 
 def _build_one(job: Job, target: native.Target, root: Path) -> None:

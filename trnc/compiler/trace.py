@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
@@ -36,17 +40,26 @@ def trace_stage(spec: StageSpec) -> ExportedProgram:
     stage = build_stage(spec)
     dims = {name: Dim(name, min=_SMALLEST.get(name, 2)) for name in _EXAMPLE_SIZES}
     try:
-        # Fake inputs would do for export, but AOTInductor wants real ones; they are small.
-        program = torch.export.export(
-            _Positional(stage),
-            example_inputs(stage),
-            dynamic_shapes={"tensors": tuple(_dynamic(s, dims) for s in stage.inputs.values())},
-            strict=False,
-        )
-        functional: ExportedProgram = program.run_decompositions({})
-        return functional
+        with without_warnings():
+            # Fake inputs would do for export, but AOTInductor wants real ones; they are small.
+            program = torch.export.export(
+                _Positional(stage),
+                example_inputs(stage),
+                dynamic_shapes={"tensors": tuple(_dynamic(s, dims) for s in stage.inputs.values())},
+                strict=False,
+            )
+            functional: ExportedProgram = program.run_decompositions({})
+            return functional
     except Exception as error:
         raise CompileError(f"stage '{spec.label}' cannot be traced: {error}") from error
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Keep quiet about torch's own use of its deprecated functions; nobody here can mend it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 def example_inputs(stage: Stage) -> tuple[Tensor, ...]:

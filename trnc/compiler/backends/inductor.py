@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from trnc.compiler.trace import without_warnings
 from trnc.errors import CompileError
 from trnc.ops.native import Target, kernel_factors
 
@@ -65,7 +66,8 @@ def compile_stage(program: ExportedProgram, target: Target, out: Path) -> None:
     scratch.mkdir()
     settings = options(target) | {"aot_inductor.output_path": str(scratch / STAGE_FILE)}
     try:
-        aot_compile(program.module(), example, options=settings)
+        with without_warnings():
+            aot_compile(program.module(), example, options=settings)
     except Exception as error:
         raise CompileError(f"AOTInductor failed: {error}") from error
     _keep_only_outputs(scratch, out)

@@ -1,0 +1,44 @@
+# trnc: everything a newcomer needs is `make serve`, everything a developer needs is `make check test`.
+PYTHON ?= python3
+VENV ?= .venv
+PORT ?= 8000
+PRESET ?= default
+MODEL ?= smollm2-135m
+BIN := $(VENV)/bin
+
+.PHONY: setup serve compile test check bench clean
+
+# The mark is renewed when the dependencies change; an interrupted install leaves none.
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --progress-bar on --editable .
+	touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	$(BIN)/python -m pip install --progress-bar on --editable '.[dev]'
+	touch $@
+
+setup: $(VENV)/.ready
+
+serve: setup
+	$(BIN)/trnc serve --model $(MODEL) --preset $(PRESET) --port $(PORT)
+
+compile: setup
+	$(BIN)/trnc compile --model $(MODEL) --preset $(PRESET)
+
+test: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/graph_equiv.py check
+
+bench: setup
+	$(BIN)/trnc bench --model $(MODEL) --preset $(PRESET)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

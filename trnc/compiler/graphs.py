@@ -1,0 +1,77 @@
+"""The graphs of a committed model config under a preset, as the lock in `graphs/` holds them.
+
+`graphs/<model>/model.json` holds the shape of a model and the packed formats of its weights: all
+that its graphs depend on. So a check of the lock needs no weights and no network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import msgspec
+
+from trnc.compiler.canonical import source_map
+from trnc.compiler.compile import TracedStage, trace_all
+from trnc.compiler.program import Program, ProgramConfig
+from trnc.compiler.sources import recording_sources
+from trnc.core import VariantKey
+from trnc.equiv.lock import PresetGraphs, StageCall, StageText, VariantGraphs
+from trnc.models.config import ModelConfig
+from trnc.models.stage import StageSpec, WeightFormats
+from trnc.presets import load_preset
+
+MODEL_FILE = "model.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LockedModel:
+    """The committed config of a model."""
+
+    model: ModelConfig
+    formats: WeightFormats
+
+
+def read_model(graphs: Path, name: str) -> LockedModel:
+    """Read `graphs/<name>/model.json`."""
+    return msgspec.json.decode((graphs / name / MODEL_FILE).read_bytes(), type=LockedModel)
+
+
+def write_model(graphs: Path, name: str, model: LockedModel) -> None:
+    """Write `graphs/<name>/model.json`, for people to read."""
+    text = msgspec.json.format(msgspec.json.encode(model), indent=1)
+    (graphs / name).mkdir(parents=True, exist_ok=True)
+    (graphs / name / MODEL_FILE).write_bytes(text + b"\n")
+
+
+def traced_graphs(graphs: Path, name: str, preset: str) -> PresetGraphs:
+    """Trace every program of a locked model under a shipped preset."""
+    locked = read_model(graphs, name)
+    config = ProgramConfig(model=locked.model, formats=locked.formats, preset=load_preset(preset))
+    with recording_sources():
+        programs, traced = trace_all(config, report=lambda *_: None)
+    stages = {
+        stage.digest: StageText(spec.kind, stage.text, source_map(stage.program))
+        for spec, stage in traced.items()
+    }
+    variants = tuple(_variant(key, program, traced) for key, program in programs.items())
+    return PresetGraphs(model=name, preset=preset, variants=variants, stages=stages)
+
+
+def _variant(
+    key: VariantKey, program: Program, traced: Mapping[StageSpec, TracedStage]
+) -> VariantGraphs:
+    calls = ((call.stage.kind, traced[call.stage].digest) for call in program.calls)
+    runs = tuple(StageCall(kind, digest, len(list(run))) for (kind, digest), run in groupby(calls))
+    return VariantGraphs(name=str(key), calls=runs, wiring=_wiring(program))
+
+
+def _wiring(program: Program) -> str:
+    """A digest of how values are bound to calls, and of the updates of the state."""
+    bound = [(call.inputs, call.outputs) for call in program.calls]
+    updates = [(update.op, update.inputs) for update in program.updates]
+    text = msgspec.json.encode((bound, updates, program.outputs))
+    return hashlib.sha256(text).hexdigest()
