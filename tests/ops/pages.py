@@ -1,0 +1,97 @@
+"""Sequences laid out in pages for the attention ops, with garbage wherever nothing may be read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NAN = float("nan")
+NO_PAGE = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The shape of one layer's attention and the dtype of its cache."""
+
+    kv: int
+    group: int
+    dim: int
+    page_size: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Text:
+    """Queries, keys and values of every position of one sequence: [n, heads, dim]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def random_text(heads: Heads, n: int, seed: int) -> Text:
+    rng = torch.Generator().manual_seed(seed)
+    q = torch.randn(n, heads.kv * heads.group, heads.dim, generator=rng) * 2
+    k, v = torch.randn(2, n, heads.kv, heads.dim, generator=rng).to(heads.dtype)
+    return Text(q, k, v)
+
+
+class Cache:
+    """Pages of NaN, handed out in a scattered order; `table` of a text covers its first `n` keys."""
+
+    def __init__(self, heads: Heads, texts: list[Text], *, spare: int = 2) -> None:
+        size = heads.page_size
+        blocks = [-(-len(text.q) // size) for text in texts]
+        pages = sum(blocks) + spare
+        self.heads = heads
+        self.k = torch.full((pages, heads.kv, heads.dim, size), NAN, dtype=heads.dtype)
+        self.v = torch.full((pages, heads.kv, size, heads.dim), NAN, dtype=heads.dtype)
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(pages)).int()
+        starts = [sum(blocks[:i]) for i in range(len(blocks))]
+        self.pages = [order[a : a + b] for a, b in zip(starts, blocks, strict=True)]
+
+    def write(self, index: int, text: Text, end: int) -> None:
+        """Put the first `end` keys of text `index` into its pages."""
+        for position in range(end):
+            page = self.pages[index][position // self.heads.page_size]
+            self.k[page, :, :, position % self.heads.page_size] = text.k[position]
+            self.v[page, :, position % self.heads.page_size] = text.v[position]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The arguments of the ops for one step, padding rows included."""
+
+    q: Tensor
+    k_new: Tensor
+    v_new: Tensor
+    tables: Tensor
+    sequences: Tensor
+
+
+def make_step(
+    cache: Cache, parts: list[tuple[int, Text, int, int]], *, gap: int = 0, readable: bool = False
+) -> Step:
+    """Lay out (index, text, start, count) parts with `gap` padding rows of NaN around each.
+
+    Table entries of pages that the step must not read name no page, unless `readable`.
+    """
+    heads, size = cache.heads, cache.heads.page_size
+    width = max([len(cache.pages[i]) for i, *_ in parts], default=0) + 1
+    tables = torch.full((len(parts), width), NO_PAGE, dtype=torch.int32)
+    sequences = torch.zeros(len(parts), 3, dtype=torch.int32)
+    tokens = gap + sum(count + gap for *_, count in parts)
+    q = torch.full((tokens, heads.kv * heads.group, heads.dim), NAN)
+    k, v = torch.full((2, tokens, heads.kv, heads.dim), NAN, dtype=heads.dtype)
+    first = gap
+    for row, (index, text, start, count) in enumerate(parts):
+        end = start + count if readable else start
+        blocks = -(-end // size) if count else 0
+        tables[row, :blocks] = cache.pages[index][:blocks]
+        sequences[row] = torch.tensor([first, count, start])
+        rows, positions = slice(first, first + count), slice(start, start + count)
+        q[rows], k[rows], v[rows] = text.q[positions], text.k[positions], text.v[positions]
+        first += count + gap
+    return Step(q, k, v, tables, sequences)
