@@ -39,7 +39,7 @@ def random_text(heads: Heads, n: int, seed: int) -> Text:
 
 
 class Cache:
-    """Pages of NaN, handed out in a scattered order; `table` of a text covers its first `n` keys."""
+    """Pages of NaN; `pages[i]` are those of text i, scattered among the others."""
 
     def __init__(self, heads: Heads, texts: list[Text], *, spare: int = 2) -> None:
         size = heads.page_size

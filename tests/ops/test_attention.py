@@ -178,6 +178,12 @@ def test_one_key_returns_its_value() -> None:
     assert torch.equal(out, text.v.float().repeat_interleave(3, dim=1))
 
 
+def test_no_rows_and_no_sequences() -> None:
+    cache = Cache(SMALL, [random_text(SMALL, 20, 0)])
+    assert attend(cache, make_step(cache, [])).shape == (0, 6, 16)
+    assert not attend(cache, make_step(cache, [], gap=3)).any()
+
+
 def test_large_scores_do_not_overflow() -> None:
     heads = Heads(kv=1, group=1, dim=16, page_size=16, dtype=torch.float32)
     text = random_text(heads, 40, 9)
