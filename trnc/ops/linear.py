@@ -1,7 +1,7 @@
 """The linear layer and the embedding, on packed weights of any format.
 
-For grouped formats the native `linear` quantises each row of activations, in groups of 32, to int8
-(scale = largest magnitude / 127), multiplies integers exactly and adds up groups in order in f32.
+For grouped formats the native `linear` quantises each row of activations, in groups of 32, to int16
+(scale = largest magnitude / 32512), multiplies integers exactly and adds up groups in order in f32.
 So it differs from the reference, which does not quantise activations, by at most
 sum over groups of (scale / 2) * sum |w|, plus rounding. A row's bits never depend on other rows.
 """
