@@ -1,9 +1,9 @@
 // How the bits stay the same whatever the step looks like: the arithmetic of one query row is fixed by
-// its own position. It walks its keys in blocks of one page, by absolute position; a score adds up over
-// d in sequence (vector lanes are keys); an output adds up over keys in sequence (lanes are d). Blocks
-// form segments of kSegmentKeys, each with an online softmax of its own, and a row's segments are merged
-// in order. How rows are tiled, which thread runs what, and whether a block is read in place or through
-// scratch (widening to f32 is exact) decides only speed.
+// its own position. Its keys form segments of kSegmentKeys by absolute position, each with a softmax of
+// its own; a score adds up over d in sequence (vector lanes are keys), an output over keys in sequence
+// (lanes are d), and a row's segments are merged in order. How rows are tiled, which thread runs what,
+// how keys are spread over pages, and whether a page is read in place or through scratch (widening to
+// f32 is exact) decides only speed.
 //
 // Keys after a row's position are never multiplied with, so garbage in unused slots cannot reach it.
 #include "attention.h"
@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <vector>
 
 #include "parallel.h"
@@ -21,6 +22,7 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int64_t kTileRows = 96;         // (query, head) rows that share a widened block
+constexpr int64_t kScoreStride = kSegmentKeys + kLanes;
 constexpr int kRows = 6;                  // register tile: rows ...
 constexpr int kVectors = kWide ? 4 : 1;   // ... times vectors
 
@@ -124,16 +126,16 @@ void grow(std::vector<T>& buffer, int64_t n) {
   if (static_cast<int64_t>(buffer.size()) < n) buffer.resize(n);
 }
 
-// What a thread needs to run one tile. Row i's unfinished softmax is `top[i]`, the largest score so
-// far, and `result[i]`: the sums of weight * value and of weight, where a weight is exp(score - top).
+// What a thread needs to run one tile. The softmax of row i over some keys is `top[i]`, their largest
+// score, and `result[i]`: the sums of weight * value and of weight, where a weight is exp(score - top).
 struct Scratch {
-  std::vector<float> q, k, v, scores, top, result, merged_top, merged;
+  std::vector<float> q, block, row, scores, top, result, merged_top, merged;
 
   void fit(const Problem& p, int64_t rows) {
     grow(q, rows * p.keys.head_dim);
-    grow(k, p.keys.head_dim * p.keys.page_size);
-    grow(v, p.width * p.keys.page_size);
-    grow(scores, rows * p.keys.page_size);
+    grow(block, p.width * p.keys.page_size);
+    grow(row, p.width);
+    grow(scores, rows * kScoreStride);
     grow(top, rows);
     grow(result, rows * p.stride);
     grow(merged_top, rows);
@@ -156,93 +158,142 @@ void widen_row(const T* from, float* to, int64_t n) {
   if (i < n) store(to + i, widen_n(from + i, static_cast<int>(n - i)));
 }
 
-// Widens the keys and values of one block, up to position `last`, into scratch: those before the
+// Keys or values of one block: rows `data + i * stride`.
+template <class T>
+struct Block {
+  const T* data;
+  int64_t stride;
+};
+
+// Where the keys `begin..end - 1` of a block, counted within it, that are the step's own start.
+int64_t first_own_key(const Problem& p, const Tile& tile, int64_t block, int64_t end) {
+  return std::clamp<int64_t>(p.sequence(tile).start - block * p.keys.page_size, 0, end);
+}
+
+int64_t own_row(const Problem& p, const Tile& tile, int64_t block, int64_t key) {
+  const Sequence& seq = p.sequence(tile);
+  const int64_t token = seq.first + block * p.keys.page_size + key - seq.start;
+  return (token * p.keys.kv_heads + tile.kv_head) * p.keys.head_dim;
+}
+
+// Widens the first `end` keys of a block into scratch, [head_dim, page_size]: those before the
 // sequence's start from its page, the others from the step's rows. Later lanes keep what they held.
 template <class T>
-void gather_block(const Problem& p, const Tile& tile, int64_t block, int64_t last, Scratch& s) {
-  const PagedKeys& keys = p.keys;
-  const Sequence& seq = p.sequence(tile);
-  const int64_t d = keys.head_dim, size = keys.page_size, from = block * size;
-  const int64_t end = std::min(size, last + 1 - from);
-  const int64_t cached = std::clamp<int64_t>(seq.start - from, 0, end);
-  if (cached > 0) {
-    const T* k = static_cast<const T*>(keys.k_pages) + p.page_offset(tile, block);
-    const T* v = static_cast<const T*>(keys.v_pages) + p.page_offset(tile, block);
-    for (int64_t i = 0; i < d * size; i += kLanes) store(s.k.data() + i, widen(k + i));
-    for (int64_t j = 0; j < cached; ++j) widen_row(v + j * d, s.v.data() + j * p.width, d);
+Block<float> gather_keys(const Problem& p, const Tile& tile, int64_t block, int64_t end, Scratch& s) {
+  const int64_t d = p.keys.head_dim, size = p.keys.page_size;
+  const int64_t own = first_own_key(p, tile, block, end);
+  if (own > 0) {
+    const T* page = static_cast<const T*>(p.keys.k_pages) + p.page_offset(tile, block);
+    for (int64_t i = 0; i < d * size; i += kLanes) store(s.block.data() + i, widen(page + i));
   }
-  for (int64_t j = cached; j < end; ++j) {
-    const int64_t at = ((seq.first + from + j - seq.start) * keys.kv_heads + tile.kv_head) * d;
-    float* row = s.v.data() + j * p.width;
-    widen_row(static_cast<const T*>(keys.k_new) + at, row, d);
-    for (int64_t i = 0; i < d; ++i) s.k[i * size + j] = row[i];
-    widen_row(static_cast<const T*>(keys.v_new) + at, row, d);
+  for (int64_t key = own; key < end; ++key) {
+    widen_row(static_cast<const T*>(p.keys.k_new) + own_row(p, tile, block, key), s.row.data(), d);
+    for (int64_t i = 0; i < d; ++i) s.block[i * size + key] = s.row[i];
+  }
+  return {s.block.data(), size};
+}
+
+// The same for values, [page_size, width].
+template <class T>
+Block<float> gather_values(const Problem& p, const Tile& tile, int64_t block, int64_t end, Scratch& s) {
+  const int64_t d = p.keys.head_dim;
+  const int64_t own = first_own_key(p, tile, block, end);
+  const T* page = static_cast<const T*>(p.keys.v_pages);
+  if (own > 0) page += p.page_offset(tile, block);
+  for (int64_t key = 0; key < end; ++key) {
+    const T* row = key < own ? page + key * d
+                             : static_cast<const T*>(p.keys.v_new) + own_row(p, tile, block, key);
+    widen_row(row, s.block.data() + key * p.width, d);
+  }
+  return {s.block.data(), p.width};
+}
+
+// The rows of a tile that have reached a block are begin..rows - 1. `end` keys of it are needed.
+struct Reach {
+  int64_t begin, end;
+};
+
+Reach reach(const Problem& p, const Tile& tile, int64_t block) {
+  const int64_t size = p.keys.page_size, from = block * size;
+  const int64_t late = std::max<int64_t>(0, from - p.position(tile, 0));
+  return {late * p.group, std::min(size, p.last_position(tile) + 1 - from)};
+}
+
+// scores [rows, page_size] of the rows that have reached a block of keys.
+template <class T>
+void score_block(const Problem& p, const Tile& tile, int64_t begin, Block<T> keys, float* scores, Scratch& s) {
+  const int64_t d = p.keys.head_dim, size = p.keys.page_size, rows = p.rows(tile);
+  for (int64_t row = begin; row < rows; ++row) std::fill_n(scores + row * kScoreStride, size, 0.0f);
+  multiply(rows - begin, size, s.q.data() + begin * d, d, keys.data, keys.stride, d,
+           scores + begin * kScoreStride, kScoreStride);
+}
+
+// Adds to the results of the rows that have reached a block what its values weigh.
+template <class T>
+void weigh_block(const Problem& p, const Tile& tile, int64_t block, int64_t begin, Block<T> values,
+                 const float* weights, Scratch& s) {
+  const int64_t size = p.keys.page_size, rows = p.rows(tile);
+  for (int64_t row = begin, end; row < rows; row = end) {
+    const int64_t valid = std::min(size, p.position(tile, row) + 1 - block * size);
+    end = valid == size ? rows : row + p.group;  // rows that have passed the block go together
+    multiply(end - row, p.width, weights + row * kScoreStride, kScoreStride, values.data, values.stride, valid,
+             s.result.data() + row * p.stride, p.stride);
   }
 }
 
-// Turns the scores of a row's first `valid` keys into weights and makes room for them in its softmax.
-void update_softmax(const Problem& p, float* scores, int64_t valid, float& top, float* result) {
+// Turns a row's `valid` scores into weights and returns the largest score; sums are lane by lane.
+float softmax(float* scores, int64_t valid, float* sums) {
   const F32x16 nothing = broadcast(-kInfinity);
   F32x16 best = nothing;
-  for (int64_t j = 0; j < valid; j += kLanes) {
-    const F32x16 x = select(first_lanes(static_cast<int>(valid - j)), load(scores + j), nothing);
-    store(scores + j, x);
+  for (int64_t i = 0; i < valid; i += kLanes) {
+    const F32x16 x = select(first_lanes(static_cast<int>(valid - i)), load(scores + i), nothing);
+    store(scores + i, x);
     best = max(x, best);
   }
-  const float block_top = reduce_max(best);
-  if (block_top > top) {
-    const F32x16 shrink = exp(broadcast(top - block_top));
-    for (int64_t i = 0; i < p.stride; i += kLanes) store(result + i, load(result + i) * shrink);
-    top = block_top;
+  const float top = reduce_max(best);
+  F32x16 sum = broadcast(0.0f);
+  for (int64_t i = 0; i < valid; i += kLanes) {
+    const F32x16 weight = exp(load(scores + i) - broadcast(top));  // 0 in lanes after `valid`
+    store(scores + i, weight);
+    sum = sum + weight;
   }
-  F32x16 sums = load(result + p.width);
-  for (int64_t j = 0; j < valid; j += kLanes) {
-    const F32x16 weight = exp(load(scores + j) - broadcast(top));  // 0 in lanes after `valid`
-    store(scores + j, weight);
-    sums = sums + weight;
-  }
-  store(result + p.width, sums);
-}
-
-// Folds one block, keys k [head_dim, page_size] and values v [page_size, ldv], into the rows of a tile
-// that have reached it.
-template <class T>
-void attend_block(const Problem& p, const Tile& tile, int64_t block, const T* k, const T* v, int64_t ldv,
-                  Scratch& s) {
-  const int64_t d = p.keys.head_dim, size = p.keys.page_size, from = block * size;
-  const int64_t rows = p.rows(tile);
-  const int64_t begin = std::max<int64_t>(0, from - p.position(tile, 0)) * p.group;
-  float* scores = s.scores.data();
-  std::fill(scores + begin * size, scores + rows * size, 0.0f);
-  multiply(rows - begin, size, s.q.data() + begin * d, d, k, size, d, scores + begin * size, size);
-  for (int64_t row = begin, end; row < rows; row = end) {
-    const int64_t valid = std::min(size, p.position(tile, row) + 1 - from);
-    end = valid == size ? rows : row + p.group;  // rows that have passed the block go together
-    for (int64_t i = row; i < end; ++i)
-      update_softmax(p, scores + i * size, valid, s.top[i], s.result.data() + i * p.stride);
-    multiply(end - row, p.width, scores + row * size, size, v, ldv, valid, s.result.data() + row * p.stride,
-             p.stride);
-  }
+  store(sums, sum);
+  return top;
 }
 
 // Leaves in scratch the softmax of each row over its keys in one segment.
 template <class T>
 void attend_segment(const Problem& p, const Tile& tile, int64_t segment, Scratch& s) {
-  const PagedKeys& keys = p.keys;
-  const int64_t rows = p.rows(tile), size = keys.page_size, last = p.last_position(tile);
-  std::fill_n(s.top.begin(), rows, -kInfinity);
-  std::fill_n(s.result.begin(), rows * p.stride, 0.0f);
-  const int64_t begin = segment * kSegmentKeys / size;
-  const int64_t end = std::min((segment + 1) * kSegmentKeys / size, last / size + 1);
-  for (int64_t block = begin; block < end; ++block) {
+  const int64_t rows = p.rows(tile), size = p.keys.page_size, from = segment * kSegmentKeys;
+  const int64_t first = from / size;
+  const int64_t last = std::min(first + kSegmentKeys / size - 1, p.last_position(tile) / size);
+  const auto in_place = [&](int64_t block) {
     const bool cached = (block + 1) * size <= p.sequence(tile).start;
-    if (cached && rows <= kRows && p.width == keys.head_dim) {
-      const int64_t at = p.page_offset(tile, block);
-      attend_block(p, tile, block, static_cast<const T*>(keys.k_pages) + at,
-                   static_cast<const T*>(keys.v_pages) + at, p.width, s);
+    return cached && rows <= kRows && p.width == p.keys.head_dim;
+  };
+  for (int64_t block = first; block <= last; ++block) {
+    const auto [begin, end] = reach(p, tile, block);
+    float* scores = s.scores.data() + block * size - from;
+    if (in_place(block)) {
+      const T* page = static_cast<const T*>(p.keys.k_pages) + p.page_offset(tile, block);
+      score_block(p, tile, begin, Block<T>{page, size}, scores, s);
     } else {
-      gather_block<T>(p, tile, block, last, s);
-      attend_block(p, tile, block, s.k.data(), s.v.data(), p.width, s);
+      score_block(p, tile, begin, gather_keys<T>(p, tile, block, end, s), scores, s);
+    }
+  }
+  std::fill_n(s.result.begin(), rows * p.stride, 0.0f);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t valid = std::min(kSegmentKeys, p.position(tile, row) + 1 - from);
+    s.top[row] = softmax(s.scores.data() + row * kScoreStride, valid, s.result.data() + row * p.stride + p.width);
+  }
+  for (int64_t block = first; block <= last; ++block) {
+    const auto [begin, end] = reach(p, tile, block);
+    const float* weights = s.scores.data() + block * size - from;
+    if (in_place(block)) {
+      const T* page = static_cast<const T*>(p.keys.v_pages) + p.page_offset(tile, block);
+      weigh_block(p, tile, block, begin, Block<T>{page, p.width}, weights, s);
+    } else {
+      weigh_block(p, tile, block, begin, gather_values<T>(p, tile, block, end, s), weights, s);
     }
   }
 }
@@ -361,17 +412,20 @@ void merge_parked(const Problem& p, const Plan& plan, Scratch& s) {
   }
 }
 
+Scratch& scratch() {
+  thread_local const auto scratch = std::make_unique<Scratch>();  // its address is looked up once a call
+  return *scratch;
+}
+
 template <class T>
 void attend(const Problem& p) {
-  thread_local Plan plan;
-  thread_local Scratch scratch;
+  thread_local const auto own_plan = std::make_unique<Plan>();
+  Plan& plan = *own_plan;
   make_plan(p, plan);
-  const Plan* shared = &plan;  // the thread_local name means another plan in another thread
-  parallel_for(static_cast<int64_t>(plan.items.size()), 1, [&p, shared](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i)
-      run_item<T>(p, shared->items[i], const_cast<float*>(shared->parked.data()), scratch);
+  parallel_for(static_cast<int64_t>(plan.items.size()), 1, [&p, &plan](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) run_item<T>(p, plan.items[i], plan.parked.data(), scratch());
   });
-  merge_parked(p, plan, scratch);
+  merge_parked(p, plan, scratch());
 }
 
 // Rows that no sequence covers.

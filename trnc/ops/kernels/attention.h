@@ -8,8 +8,8 @@ namespace trnc {
 
 enum class CacheType { f32, f16, bf16 };
 
-// Keys that share one online softmax. Longer contexts are combined from segments of this many keys, cut
-// at multiples of it by absolute position, so that threads can share one sequence. Part of the bits.
+// Keys that share one softmax. Longer contexts are merged from segments of this many keys, cut at
+// multiples of it by absolute position, so that threads can share one sequence. Part of the bits.
 constexpr int64_t kSegmentKeys = 256;
 
 struct Sequence {

@@ -10,6 +10,8 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "parallel.h"
@@ -108,20 +110,20 @@ struct Weights {
   }
 };
 
-struct Candidate {
-  float log_weight, weight;
-  int32_t id;
+// Some tokens of a row, by id: every one of at least some log weight.
+struct Tokens {
+  std::vector<float> log_weight, weight;
+  std::vector<int32_t> id;
+
+  int64_t size() const { return static_cast<int64_t>(id.size()); }
+  void resize(int64_t n) { log_weight.resize(n), weight.resize(n), id.resize(n); }
 };
 
-bool better(const Candidate& a, const Candidate& b) {
-  return a.log_weight > b.log_weight || (a.log_weight == b.log_weight && a.id < b.id);
-}
-
-// The tokens of at least this log weight, by id.
-void collect(const Weights& weights, const Maxima& maxima, float least, std::vector<Candidate>& out) {
-  out.clear();
+void collect(const Weights& weights, const Maxima& maxima, float least, Tokens& out) {
+  int64_t count = 0;
   for (int64_t b = 0; b < static_cast<int64_t>(maxima.blocks.size()); ++b) {
     if (weights.log(maxima.blocks[b]) < least) continue;
+    if (out.size() < count + kBlock) out.resize(2 * count + kBlock);
     const int64_t end = std::min(weights.row.size, (b + 1) * kBlock);
     for (int64_t i = b * kBlock; i < end; i += kLanes) {
       const F32x16 y = weights.log(i);
@@ -130,39 +132,70 @@ void collect(const Weights& weights, const Maxima& maxima, float least, std::vec
       float log_weight[kLanes], weight[kLanes];
       store(log_weight, y);
       store(weight, exp(y));
-      for (; found; found &= Mask(found - 1)) {
+      for (; found; found &= Mask(found - 1), ++count) {
         const int lane = std::countr_zero(found);
-        out.push_back({log_weight[lane], weight[lane], static_cast<int32_t>(i + lane)});
+        out.log_weight[count] = log_weight[lane];
+        out.weight[count] = weight[lane];
+        out.id[count] = static_cast<int32_t>(i + lane);
       }
     }
   }
+  out.resize(count);
 }
 
-double total_weight(const Candidate* begin, const Candidate* end) {
+// A place in the order of a row's tokens, best first: descending weight, then ascending id.
+struct Place {
+  float log_weight;
+  int32_t id;
+
+  bool operator<(const Place& other) const {
+    return log_weight > other.log_weight || (log_weight == other.log_weight && id < other.id);
+  }
+};
+constexpr Place kLast{-kInfinity, std::numeric_limits<int32_t>::max()};
+
+// The sum of `measure` over the tokens of at least this log weight.
+double measure_from(const Tokens& tokens, const std::vector<float>& measure, float log_weight) {
+  const F32x16 zero = broadcast(0.0f), least = broadcast(log_weight);
   double total = 0;
-  for (; begin != end; ++begin) total += begin->weight;
+  for (int64_t begin = 0; begin < tokens.size(); begin += kBlock) {
+    const int64_t end = std::min(tokens.size(), begin + kBlock);
+    F32x16 sum = zero;
+    for (int64_t i = begin; i < end; i += kLanes) {
+      const int n = static_cast<int>(std::min<int64_t>(kLanes, end - i));
+      const F32x16 y = load_n(tokens.log_weight.data() + i, n);
+      sum = sum + select(less(y, least), zero, load_n(measure.data() + i, n));
+    }
+    total += reduce_add(sum);
+  }
   return total;
 }
 
-// Moves the shortest run of best candidates that weighs `need` or more to the front and returns its
-// length, at least 1. Quickselect by weight: only the half that holds the run's end is looked into.
-int64_t nucleus(std::vector<Candidate>& candidates, double need) {
-  int64_t begin = 0, end = static_cast<int64_t>(candidates.size());
-  Candidate* const c = candidates.data();
-  while (end - begin > 2 * kLanes) {
-    const int64_t middle = begin + (end - begin) / 2;
-    std::nth_element(c + begin, c + middle, c + end, better);
-    const double weight = total_weight(c + begin, c + middle);
-    if (weight >= need) {
-      end = middle;
-    } else {
-      need -= weight;
-      begin = middle;
-    }
+// Where the shortest run of best tokens ends whose measures sum to `need` or more; it holds at least
+// one token. Log weights are halved down to a narrow band that holds the end, and only the band is sorted.
+Place end_of_run(const Tokens& tokens, const std::vector<float>& measure, double need,
+                 std::vector<std::pair<Place, float>>& band) {
+  float low = -1024.0f, high = 1.0f;  // the end is in low..high, or below low from the start
+  if (measure_from(tokens, measure, low) < need) {
+    high = low, low = -kInfinity;
   }
-  std::sort(c + begin, c + end, better);
-  while (begin < end && (need > 0 || begin == 0)) need -= c[begin++].weight;
-  return begin;
+  while (tokens.size() > 4 * kLanes && high - low > 1e-4f && low != -kInfinity) {
+    const float middle = low + (high - low) / 2;
+    (measure_from(tokens, measure, middle) < need ? high : low) = middle;
+  }
+  need -= measure_from(tokens, measure, high);
+  band.clear();
+  for (int64_t i = 0; i < tokens.size(); ++i) {
+    const float y = tokens.log_weight[i];
+    if (y >= low && y < high) band.push_back({{y, tokens.id[i]}, measure[i]});
+  }
+  std::sort(band.begin(), band.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  Place last = band.empty() ? kLast : band.back().first;
+  for (const auto& [place, size] : band) {
+    need -= size;
+    if (need <= 0) return place;
+  }
+  return last;
 }
 
 // splitmix64's finaliser and increment.
@@ -201,39 +234,33 @@ struct Pick {
   }
 };
 
-Pick pick_candidate(const std::vector<Candidate>& candidates, int64_t count, float min_p, uint64_t key) {
-  Pick pick;
-  for (int64_t at = 0; at < count; at += kLanes) {
-    const int64_t n = std::min<int64_t>(kLanes, count - at);
-    int32_t bits[kLanes] = {};
-    float noise[kLanes];
-    for (int64_t i = 0; i < n; ++i) bits[i] = noise_bits(key, candidates[at + i].id);
-    store(noise, gumbel(bits));
-    for (int64_t i = 0; i < n; ++i) {
-      const Candidate& c = candidates[at + i];
-      if (!(c.weight < min_p)) pick.offer(c.log_weight + noise[i], c.id);
-    }
-  }
-  return pick;
+// Which of the tokens i.. with log weights y come after `last`.
+Mask beyond(Place last, F32x16 y, int64_t i) {
+  const Mask tied = equal(y, broadcast(last.log_weight));
+  const Mask kept = first_lanes(static_cast<int>(std::clamp<int64_t>(last.id + 1 - i, 0, kLanes)));
+  return less(y, broadcast(last.log_weight)) | Mask(tied & ~kept);
 }
 
-// The best of the tokens of one group of blocks.
-Pick pick_in_group(const Weights& weights, const Maxima& maxima, int64_t group, float min_p, uint64_t key) {
+// The best of the tokens of one group of blocks that come no later than `last`.
+Pick pick_in_group(const Weights& weights, const Maxima& maxima, int64_t group, Place last, float min_p,
+                   uint64_t key) {
   const float most_noise = largest_noise();
   Pick pick;
-  const int64_t last = std::min<int64_t>(maxima.blocks.size(), (group + 1) * kGroupBlocks);
-  for (int64_t b = group * kGroupBlocks; b < last; ++b) {
-    if (weights.log(maxima.blocks[b]) + most_noise < pick.score) continue;
+  const int64_t blocks = std::min<int64_t>(maxima.blocks.size(), (group + 1) * kGroupBlocks);
+  for (int64_t b = group * kGroupBlocks; b < blocks; ++b) {
+    const float best = weights.log(maxima.blocks[b]);
+    if (best < last.log_weight || best + most_noise < pick.score) continue;
     const int64_t end = std::min(weights.row.size, (b + 1) * kBlock);
     for (int64_t i = b * kBlock; i < end; i += kLanes) {
+      const F32x16 y = weights.log(i);
+      const Mask dropped = beyond(last, y, i) | (min_p > 0 ? less(exp(y), broadcast(min_p)) : 0);
+      if (dropped == 0xffff) continue;
       int32_t bits[kLanes];
       for (int lane = 0; lane < kLanes; ++lane) bits[lane] = noise_bits(key, i + lane);
-      const F32x16 y = weights.log(i);
-      F32x16 score = y + gumbel(bits);
-      if (min_p > 0) score = select(less(exp(y), broadcast(min_p)), broadcast(-kInfinity), score);
+      const F32x16 score = select(dropped, broadcast(-kInfinity), y + gumbel(bits));
       if (!less(broadcast(pick.score), score)) continue;
-      const float best = reduce_max(score);
-      pick.offer(best, i + std::countr_zero(equal(score, broadcast(best))));
+      const float largest = reduce_max(score);
+      pick.offer(largest, i + std::countr_zero(equal(score, broadcast(largest))));
     }
   }
   return pick;
@@ -244,55 +271,66 @@ struct Scratch {
   std::vector<float> values;
   std::vector<double> sums;
   std::vector<Pick> picks;
-  std::vector<Candidate> candidates;
+  Tokens tokens;
+  std::vector<std::pair<Place, float>> band;
+  std::vector<Place> order;
 };
 
 Scratch& scratch() {
-  thread_local Scratch scratch;
-  return scratch;
+  thread_local const auto scratch = std::make_unique<Scratch>();  // its address is looked up once a call
+  return *scratch;
 }
 
-int64_t pick_from_all(const Weights& weights, float min_p, uint64_t key, Scratch& s) {
-  s.picks.assign(ceil_div(weights.row.size, kGroup), {});
-  parallel_for(static_cast<int64_t>(s.picks.size()), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t g = begin; g < end; ++g) s.picks[g] = pick_in_group(weights, s.maxima, g, min_p, key);
-  });
-  Pick best;
-  for (const Pick& pick : s.picks) best.offer(pick.score, pick.id);
-  return best.id;
+// Drops the tokens that come after `last`.
+void truncate(Tokens& tokens, Place last) {
+  int64_t kept = 0;
+  for (int64_t i = 0; i < tokens.size(); ++i) {
+    if (last < Place{tokens.log_weight[i], tokens.id[i]}) continue;
+    tokens.log_weight[kept] = tokens.log_weight[i];
+    tokens.weight[kept] = tokens.weight[i];
+    tokens.id[kept++] = tokens.id[i];
+  }
+  tokens.resize(kept);
 }
 
-// Leaves the tokens that pass top_k and top_p at the front of s.candidates; returns how many.
-int64_t filter(const Weights& weights, const SamplingRow& row, Scratch& s) {
+// The last token that passes top_k and top_p.
+Place last_kept(const Weights& weights, const SamplingRow& row, Scratch& s) {
+  const bool few = row.top_k > 0 && row.top_k < weights.row.size;
   const double top_p = std::max(row.top_p, 0.0f);
+  Place last = kLast;
   double total = 0;
-  if (row.top_k > 0 && row.top_k < weights.row.size) {
-    collect(weights, s.maxima, weights.log(s.maxima.at_least(row.top_k, s.values)), s.candidates);
-    if (row.top_k < static_cast<int64_t>(s.candidates.size())) {
-      std::nth_element(s.candidates.begin(), s.candidates.begin() + row.top_k, s.candidates.end(), better);
-      s.candidates.resize(row.top_k);
-    }
-    if (!(top_p < 1)) return static_cast<int64_t>(s.candidates.size());
-    total = total_weight(s.candidates.data(), s.candidates.data() + s.candidates.size());
-  } else {
-    // All tokens lighter than this weigh less than 1 - top_p together, so the nucleus ends before them.
+  if (few) {
+    collect(weights, s.maxima, weights.log(s.maxima.at_least(row.top_k, s.values)), s.tokens);
+    s.values.assign(s.tokens.size(), 1.0f);
+    last = end_of_run(s.tokens, s.values, row.top_k, s.band);
+    if (!(top_p < 1)) return last;
+    truncate(s.tokens, last);
+    total = measure_from(s.tokens, s.tokens.weight, -kInfinity);
+  } else if (top_p < 1) {
+    // All tokens lighter than this weigh less than 1 - top_p together, so the run ends before them.
     total = weights.sum(s.sums);
     const double least = (1.0 - top_p) * total / static_cast<double>(weights.row.size);
-    collect(weights, s.maxima, static_cast<float>(std::log(least)) - 1e-3f, s.candidates);
+    collect(weights, s.maxima, static_cast<float>(std::log(least)) - 1e-3f, s.tokens);
+  } else {
+    return last;
   }
-  return nucleus(s.candidates, top_p * total);
+  return end_of_run(s.tokens, s.tokens.weight, top_p * total, s.band);
 }
 
 int64_t sample_row(const Row& row, const SamplingRow& params, Scratch& s) {
   s.maxima.find(row);
   if (!(params.temperature > 0) || std::isinf(s.maxima.top)) return first_largest(row, s.maxima);
   const Weights weights{row, s.maxima.top, params.temperature};
+  const Place last = last_kept(weights, params, s);
   const float min_p = std::min(params.min_p, 1.0f);
   const uint64_t key = noise_key(params);
-  const bool all = (params.top_k <= 0 || params.top_k >= row.size) && !(params.top_p < 1);
-  if (all) return pick_from_all(weights, min_p, key, s);
-  const int64_t count = filter(weights, params, s);
-  return pick_candidate(s.candidates, count, min_p, key).id;
+  s.picks.assign(ceil_div(row.size, kGroup), {});
+  parallel_for(static_cast<int64_t>(s.picks.size()), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t g = begin; g < end; ++g) s.picks[g] = pick_in_group(weights, s.maxima, g, last, min_p, key);
+  });
+  Pick best;
+  for (const Pick& pick : s.picks) best.offer(pick.score, pick.id);
+  return best.id;
 }
 
 }  // namespace
@@ -338,11 +376,13 @@ void logprobs(const float* logits, const int64_t* chosen, float* chosen_logprob,
       const float logit = row.logits[chosen[r]];
       chosen_logprob[r] = weights.log(std::isnan(logit) ? -kInfinity : logit) - log_sum;
       if (top == 0) continue;
-      collect(weights, s.maxima, weights.log(s.maxima.at_least(top, s.values)), s.candidates);
-      std::partial_sort(s.candidates.begin(), s.candidates.begin() + top, s.candidates.end(), better);
+      collect(weights, s.maxima, weights.log(s.maxima.at_least(top, s.values)), s.tokens);
+      s.order.clear();
+      for (int64_t i = 0; i < s.tokens.size(); ++i) s.order.push_back({s.tokens.log_weight[i], s.tokens.id[i]});
+      std::partial_sort(s.order.begin(), s.order.begin() + top, s.order.end());
       for (int64_t i = 0; i < top; ++i) {
-        top_ids[r * top + i] = s.candidates[i].id;
-        top_logprobs[r * top + i] = s.candidates[i].log_weight - log_sum;
+        top_ids[r * top + i] = s.order[i].id;
+        top_logprobs[r * top + i] = s.order[i].log_weight - log_sum;
       }
     }
   });

@@ -11,7 +11,8 @@
 //                       four bytes of w, each in 0..15, with the four signed bytes of a (-127..127).
 //                       dot_u8 does so for w in 0..255 that stand for w - 128, where an accumulator must
 //                       start at -kInt8Bias * (sum of all a).
-//   exp, log, reduce_add, reduce_max    below, in the same operations on every build
+//   reduce_add, reduce_max  of all lanes, in pairs eight, four, two and one apart
+//   exp, log            below, in the same operations on every build
 #pragma once
 
 #include <cstdint>
@@ -37,25 +38,6 @@ inline Mask first_lanes(int n) { return n >= kLanes ? Mask(0xffff) : Mask((1u <<
 #endif
 
 namespace trnc {
-
-// The lanes in pairs eight, four, two and one apart, on every build.
-inline float reduce_add(F32x16 a) {
-  float lane[kLanes];
-  store(lane, a);
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
-  }
-  return lane[0];
-}
-
-inline float reduce_max(F32x16 a) {
-  float lane[kLanes];
-  store(lane, a);
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
-  }
-  return lane[0];
-}
 
 // 2^n for -126 <= n <= 127.
 inline F32x16 power_of_two(I32x16 n) { return as_float(shift_left<23>(n + broadcast(127))); }

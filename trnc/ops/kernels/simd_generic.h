@@ -54,6 +54,24 @@ inline F32x16 select(Mask m, F32x16 a, F32x16 b) {
   return b;
 }
 
+inline float reduce_add(F32x16 a) {
+  float lane[kLanes];
+  store(lane, a);
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
+  }
+  return lane[0];
+}
+
+inline float reduce_max(F32x16 a) {
+  float lane[kLanes];
+  store(lane, a);
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
+  }
+  return lane[0];
+}
+
 inline I32x16 operator+(I32x16 a, I32x16 b) { return {a.v + b.v}; }
 inline I32x16 operator-(I32x16 a, I32x16 b) { return {a.v - b.v}; }
 inline I32x16 operator&(I32x16 a, I32x16 b) { return {a.v & b.v}; }
