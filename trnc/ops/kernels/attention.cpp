@@ -9,11 +9,11 @@
 #include "attention.h"
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <memory>
 #include <vector>
 
+#include "multiply.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -21,75 +21,8 @@ namespace trnc {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr int64_t kTileRows = 96;         // (query, head) rows that share a widened block
+constexpr int64_t kTileRows = 96;  // (query, head) rows that share a widened block
 constexpr int64_t kScoreStride = kSegmentKeys + kLanes;
-constexpr int kRows = 6;                  // register tile: rows ...
-constexpr int kVectors = kWide ? 4 : 1;   // ... times vectors
-
-struct F16 { uint16_t bits; };
-struct BF16 { uint16_t bits; };
-
-inline F32x16 widen(const float* p) { return load(p); }
-inline F32x16 widen(const F16* p) { return load_f16(&p->bits); }
-inline F32x16 widen(const BF16* p) { return load_bf16(&p->bits); }
-
-template <class T>
-F32x16 widen_n(const T* p, int n) {
-  T part[kLanes] = {};
-  std::memcpy(part, p, n * sizeof(T));
-  return widen(part);
-}
-
-// c[r, :] += sum over i of a[r, i] * b[i, :], for R rows and V vectors of columns.
-template <int R, int V, class T>
-void multiply_tile(const float* a, int64_t lda, const T* b, int64_t ldb, int64_t n, float* c, int64_t ldc) {
-  F32x16 acc[R][V];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) acc[r][v] = load(c + r * ldc + v * kLanes);
-  for (int64_t i = 0; i < n; ++i) {
-    F32x16 x[V];
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) x[v] = widen(b + i * ldb + v * kLanes);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const F32x16 y = broadcast(a[r * lda + i]);
-#pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) acc[r][v] = fma(y, x[v], acc[r][v]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) store(c + r * ldc + v * kLanes, acc[r][v]);
-}
-
-template <int V, class T>
-void multiply_columns(int64_t rows, const float* a, int64_t lda, const T* b, int64_t ldb, int64_t n, float* c,
-                      int64_t ldc) {
-  for (; rows >= kRows; rows -= kRows, a += kRows * lda, c += kRows * ldc)
-    multiply_tile<kRows, V>(a, lda, b, ldb, n, c, ldc);
-  switch (rows) {
-    case 5: return multiply_tile<5, V>(a, lda, b, ldb, n, c, ldc);
-    case 4: return multiply_tile<4, V>(a, lda, b, ldb, n, c, ldc);
-    case 3: return multiply_tile<3, V>(a, lda, b, ldb, n, c, ldc);
-    case 2: return multiply_tile<2, V>(a, lda, b, ldb, n, c, ldc);
-    case 1: return multiply_tile<1, V>(a, lda, b, ldb, n, c, ldc);
-  }
-}
-
-// c [rows, columns] += a [rows, n] b [n, columns]; columns are a multiple of 16.
-template <class T>
-void multiply(int64_t rows, int64_t columns, const float* a, int64_t lda, const T* b, int64_t ldb, int64_t n,
-              float* c, int64_t ldc) {
-  int64_t at = 0;
-  for (; at + kVectors * kLanes <= columns; at += kVectors * kLanes)
-    multiply_columns<kVectors>(rows, a, lda, b + at, ldb, n, c + at, ldc);
-  for (; kVectors > 2 && at + 2 * kLanes <= columns; at += 2 * kLanes)
-    multiply_columns<2>(rows, a, lda, b + at, ldb, n, c + at, ldc);
-  for (; at < columns; at += kLanes) multiply_columns<1>(rows, a, lda, b + at, ldb, n, c + at, ldc);
-}
 
 // Query rows of one sequence that share a key-value head: `queries` tokens from its token `query` on,
 // times the heads of the group. Row i is token query + i / group, head i % group of the group.
@@ -165,7 +98,7 @@ struct Block {
   int64_t stride;
 };
 
-// Where the keys `begin..end - 1` of a block, counted within it, that are the step's own start.
+// The first of a block's keys 0..end - 1 that is the step's own; those before it are in the page.
 int64_t first_own_key(const Problem& p, const Tile& tile, int64_t block, int64_t end) {
   return std::clamp<int64_t>(p.sequence(tile).start - block * p.keys.page_size, 0, end);
 }
@@ -208,7 +141,7 @@ Block<float> gather_values(const Problem& p, const Tile& tile, int64_t block, in
   return {s.block.data(), p.width};
 }
 
-// The rows of a tile that have reached a block are begin..rows - 1. `end` keys of it are needed.
+// Rows begin.. of a tile have reached a block; they need its keys 0..end - 1.
 struct Reach {
   int64_t begin, end;
 };
@@ -219,7 +152,7 @@ Reach reach(const Problem& p, const Tile& tile, int64_t block) {
   return {late * p.group, std::min(size, p.last_position(tile) + 1 - from)};
 }
 
-// scores [rows, page_size] of the rows that have reached a block of keys.
+// Scores a block of keys for the rows begin.. that have reached it.
 template <class T>
 void score_block(const Problem& p, const Tile& tile, int64_t begin, Block<T> keys, float* scores, Scratch& s) {
   const int64_t d = p.keys.head_dim, size = p.keys.page_size, rows = p.rows(tile);
@@ -228,7 +161,7 @@ void score_block(const Problem& p, const Tile& tile, int64_t begin, Block<T> key
            scores + begin * kScoreStride, kScoreStride);
 }
 
-// Adds to the results of the rows that have reached a block what its values weigh.
+// Adds a block of values, weighted, to the results of the rows begin.. that have reached it.
 template <class T>
 void weigh_block(const Problem& p, const Tile& tile, int64_t block, int64_t begin, Block<T> values,
                  const float* weights, Scratch& s) {
@@ -241,7 +174,8 @@ void weigh_block(const Problem& p, const Tile& tile, int64_t block, int64_t begi
   }
 }
 
-// Turns a row's `valid` scores into weights and returns the largest score; sums are lane by lane.
+// Turns a row's first `valid` scores into weights, none where valid <= 0. Stores the lanes of their sum
+// and returns the largest score.
 float softmax(float* scores, int64_t valid, float* sums) {
   const F32x16 nothing = broadcast(-kInfinity);
   F32x16 best = nothing;
@@ -439,40 +373,6 @@ void clear_padding(const PagedKeys& keys, float* out, int64_t tokens, int64_t ro
   }
 }
 
-// Writes one sequence's rows that fall into one page.
-template <class T>
-void write_page(const PagedKeys& keys, const Sequence& seq, const int32_t* table, int64_t block) {
-  const int64_t d = keys.head_dim, size = keys.page_size;
-  const int64_t begin = std::max<int64_t>(seq.start, block * size);
-  const int64_t end = std::min<int64_t>(seq.start + seq.count, (block + 1) * size);
-  for (int64_t head = 0; head < keys.kv_heads; ++head) {
-    const int64_t page = (table[block] * keys.kv_heads + head) * d * size;
-    T* k = static_cast<T*>(keys.k_pages) + page;
-    T* v = static_cast<T*>(keys.v_pages) + page;
-    for (int64_t position = begin; position < end; ++position) {
-      const int64_t slot = position - block * size;
-      const int64_t row = ((seq.first + position - seq.start) * keys.kv_heads + head) * d;
-      const T* key = static_cast<const T*>(keys.k_new) + row;
-      for (int64_t i = 0; i < d; ++i) k[i * size + slot] = key[i];
-      std::memcpy(v + slot * d, static_cast<const T*>(keys.v_new) + row, d * sizeof(T));
-    }
-  }
-}
-
-template <class T>
-void write_pages(const PagedKeys& keys) {
-  for (int64_t i = 0; i < keys.num_sequences; ++i) {
-    const Sequence& seq = keys.sequences[i];
-    if (seq.count == 0) continue;
-    const int64_t first = seq.start / keys.page_size;
-    const int64_t last = (seq.start + seq.count - 1) / keys.page_size;
-    const int32_t* table = keys.block_tables + i * keys.table_width;
-    parallel_for(last - first + 1, 4, [&](int64_t begin, int64_t end) {
-      for (int64_t block = begin; block < end; ++block) write_page<T>(keys, seq, table, first + block);
-    });
-  }
-}
-
 }  // namespace
 
 void paged_attention(const PagedKeys& keys, const float* q, float* out, int64_t tokens, int64_t query_heads,
@@ -485,11 +385,6 @@ void paged_attention(const PagedKeys& keys, const float* q, float* out, int64_t 
     case CacheType::f16: return attend<F16>(p);
     case CacheType::bf16: return attend<BF16>(p);
   }
-}
-
-void kv_write(const PagedKeys& keys) {
-  if (keys.type == CacheType::f32) return write_pages<uint32_t>(keys);
-  write_pages<uint16_t>(keys);
 }
 
 }  // namespace trnc
