@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -68,7 +68,11 @@ def load_preset(name_or_path: str) -> Preset:
     if path.suffix == ".toml":
         if not path.is_file():
             raise ConfigError(f"--preset {name_or_path}: no such file")
-        return parse_preset(path.read_text(), name=path.stem)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--preset {name_or_path}: cannot be read: {error}") from None
+        return parse_preset(text, name=path.stem)
     if name_or_path not in preset_names():
         known = ", ".join(preset_names())
         raise ConfigError(
@@ -90,10 +94,11 @@ def parse_preset(text: str, *, name: str) -> Preset:
         if key not in known:
             raise ConfigError(f"preset '{name}': unknown key '{key}'.{nearest(key, known)}")
     values = {key: _typed(name, key, value) for key, value in table.items()}
-    try:
-        preset = Preset(name=name, **values)
-    except TypeError as error:
-        raise ConfigError(f"preset '{name}': {str(error).removeprefix('Preset.__init__() ')}") from None
+    values["name"] = name
+    missing = [f.name for f in fields(Preset) if f.default is MISSING and f.name not in values]
+    if missing:
+        raise ConfigError(f"preset '{name}': missing key '{missing[0]}'")
+    preset = Preset(**values)
     _validate(preset)
     return preset
 

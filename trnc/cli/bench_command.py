@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from trnc.cli.console import say
 from trnc.cli.engine_command import start
 from trnc.cli.options import EngineArguments
 from trnc.core import Executor, SamplingParams
@@ -34,7 +35,7 @@ def run_bench(
 ) -> None:
     """Print a table of prefill and decode throughput for each number of sequences."""
     console = Console()
-    executor, timings, _ = start(arguments, lambda line: console.print(line, style="dim"))
+    executor, timings, _ = start(arguments, say(console, "dim"))
     table = Table(title=f"{prompt_tokens} prompt tokens, {output_tokens} output tokens, medians")
     columns = ("sequences", "prefill tok/s", "decode tok/s", "ms a step", "of it host ms")
     for column in columns:
@@ -49,7 +50,7 @@ def run_bench(
     finally:
         executor.close()
     console.print(table)
-    console.print("start: " + ", ".join(f"{part} {took:.2f} s" for part, took in timings.items()))
+    say(console)("start: " + ", ".join(f"{part} {took:.2f} s" for part, took in timings.items()))
 
 
 def _requests(

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trnc.cli import options
+from trnc.cli.console import say
 from trnc.compiler.store import Entry, Store
 
 cache_app = typer.Typer(no_args_is_help=True, help="Look at, check and clean compiled artifacts.")
@@ -40,7 +41,7 @@ def list_(store: options.StoreFolder = None) -> None:
             factors.get("digest", factors.get("sources", "-"))[:12],
         )
     console.print(table)
-    console.print(f"{len(entries)} artifacts, {_mib(entries):.1f} MiB")
+    say(console)(f"{len(entries)} artifacts, {_mib(entries):.1f} MiB")
 
 
 @cache_app.command()
@@ -51,8 +52,8 @@ def verify(store: options.StoreFolder = None) -> None:
     total = len(opened.entries())
     damaged = opened.verify()
     for damage in damaged:
-        console.print(f"damaged: {damage.id[:12]}: {damage.reason}")
-    console.print(f"{total - len(damaged)} of {total} artifacts are whole")
+        say(console)(f"damaged: {damage.id[:12]}: {damage.reason}")
+    say(console)(f"{total - len(damaged)} of {total} artifacts are whole")
     if damaged:
         raise typer.Exit(1)
 
@@ -69,14 +70,14 @@ def gc(
     console = Console()
     age = None if older_than_days is None else timedelta(days=older_than_days)
     collected = _open(store, console).gc(older_than=age)
-    console.print(
+    say(console)(
         f"removed {len(collected.artifacts)} artifacts and {collected.folders} other folders, "
         f"{collected.size / 2**20:.1f} MiB"
     )
 
 
 def _open(folder: options.StoreFolder, console: Console) -> Store:
-    return Store(root=options.store_root(folder), log=console.print)
+    return Store(root=options.store_root(folder), log=say(console))
 
 
 def _mib(entries: list[Entry]) -> float:

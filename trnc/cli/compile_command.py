@@ -8,9 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from trnc.cli.console import say
 from trnc.cli.options import EngineArguments
 from trnc.compiler.compile import BuildPlan, build, plan_build
 from trnc.compiler.explain import explain_miss
@@ -30,7 +32,8 @@ def compile_missing(
     start = time.perf_counter()
     plan = trace_and_show(config, target, store, console)
     manifest = _build(plan, store, jobs, console)
-    console.print(f"Compiled in {time.perf_counter() - start:.1f} s, into {store.root}")
+    if plan.missing:
+        say(console)(f"Compiled in {time.perf_counter() - start:.1f} s, into {store.root}")
     return manifest
 
 
@@ -51,8 +54,9 @@ def trace_and_show(
 
 def print_matrix(plan: BuildPlan, console: Console) -> None:
     """Print the variants by step and bucket, then the artifacts and what of them is cached."""
-    table = Table(title=f"Preset '{plan.config.preset.name}': {len(plan.programs)} variants")
-    for column in ("step", "tokens", "sequences", "sampling", "features", "stage calls"):
+    title = f"Preset {plan.config.preset.name}: {len(plan.programs)} variants"
+    table = Table(title=escape(f"{title} (features on or off)"))
+    for column in ("step", "tokens", "sequences", "sampling", "features", "calls"):
         table.add_column(column)
     for group in _by_bucket(plan.programs):
         calls = [len(plan.programs[key].calls) for key in group]
@@ -62,16 +66,15 @@ def print_matrix(plan: BuildPlan, console: Console) -> None:
             str(group[0].tokens),
             str(group[0].rows),
             ", ".join(dict.fromkeys(key.sampling for key in group)),
-            ", ".join(f"with or without {f}" for f in features) or "-",
-            f"{min(calls)} to {max(calls)}",
+            ", ".join(features) or "-",
+            f"{min(calls)}-{max(calls)}",
         )
     console.print(table)
     kinds = Counter(job.label.split()[0] for job in plan.jobs)
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    console.print(
-        f"Distinct artifacts for target '{plan.target.name}': {len(plan.jobs)} ({listed}). "
-        f"In the store: {len(plan.jobs) - len(plan.missing)}. To compile: {len(plan.missing)}."
-    )
+    report = say(console)
+    report(f"{len(plan.jobs)} distinct artifacts for target {plan.target.name}: {listed}.")
+    report(f"In the store: {len(plan.jobs) - len(plan.missing)}. To compile: {len(plan.missing)}.")
 
 
 def _by_bucket(keys: Iterable[VariantKey]) -> list[list[VariantKey]]:
@@ -92,7 +95,7 @@ def _build(plan: BuildPlan, store: Store, jobs: int, console: Console) -> Manife
         def compiled(done: int, total: int, label: str) -> None:
             progress.update(task, completed=done, total=total, description=f"compiled {label}")
             if not console.is_terminal:  # a bar shows nothing in a log
-                console.print(f"compiled {done}/{total}: {label}")
+                say(console)(f"compiled {done}/{total}: {label}")
 
         return build(plan, store=store, workers=jobs, report=compiled)
 
@@ -112,9 +115,9 @@ def run_compile(arguments: EngineArguments, *, dry_run: bool, console: Console) 
     if arguments.backend == "eager":
         console.print("The eager backend compiles nothing.")
         return
-    model = open_model(arguments.model, report=console.print)
+    model = open_model(arguments.model, report=say(console))
     config = program_config(model, load_preset(arguments.preset), arguments.backend)
-    store = Store(root=Path(arguments.store), log=console.print)
+    store = Store(root=Path(arguments.store), log=say(console))
     if dry_run:
         trace_and_show(config, detect_target(), store, console)
     else:
@@ -123,12 +126,13 @@ def run_compile(arguments: EngineArguments, *, dry_run: bool, console: Console) 
 
 def run_explain(model: str, preset: Preset, root: Path, console: Console) -> None:
     """Say of every missing artifact what differs from the nearest one in the store."""
-    store = Store(root=root, log=console.print)
-    config = program_config(open_model(model, report=console.print), preset, "inductor")
+    store = Store(root=root, log=say(console))
+    config = program_config(open_model(model, report=say(console)), preset, "inductor")
     target = detect_target()
     with console.status("tracing"):
         plan = plan_build(config, target=target, store=store, report=lambda *_: None)
     for job in plan.missing:
-        console.print(f"[bold]{job.label}[/]: {explain_miss(store, job.key)}", highlight=False)
+        label = f"{job.label}: " if job.key.kind == "stage" else ""
+        say(console)(f"{label}{explain_miss(store, job.key)}")
     if not plan.missing:
-        console.print(f"Nothing is missing: all {len(plan.jobs)} artifacts are in {store.root}.")
+        say(console)(f"Nothing is missing: all {len(plan.jobs)} artifacts are in {store.root}.")

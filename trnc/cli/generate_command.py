@@ -11,6 +11,7 @@ from rich.console import Console
 from trnc.checkpoint.chat_template import ChatTemplate
 from trnc.checkpoint.source import resolve
 from trnc.checkpoint.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+from trnc.cli.console import say
 from trnc.cli.engine_command import start
 from trnc.cli.options import EngineArguments
 from trnc.core import SamplingParams
@@ -31,8 +32,8 @@ class GenerateOptions:
 def run_generate(arguments: EngineArguments, options: GenerateOptions) -> None:
     """Stream the answer to stdout, and the speed to stderr."""
     console = Console(stderr=True)
-    tokenizer = load_tokenizer(resolve(arguments.model, report=console.print))
-    executor, timings, _ = start(arguments, lambda line: console.print(line, style="dim"))
+    tokenizer = load_tokenizer(resolve(arguments.model, report=say(console)))
+    executor, timings, _ = start(arguments, say(console, "dim"))
     request = Submit(
         request_id="generate",
         prompt_ids=tuple(_prompt_ids(tokenizer, options)),
@@ -69,4 +70,4 @@ def _print_speed(console: Console, prompt: int, times: list[float], start_second
     )
     if decode > 0:
         line += f", then {(len(times) - 2) / decode:.1f} tok/s ({len(times) - 1} tokens)"
-    console.print(line, style="dim", highlight=False)
+    say(console, "dim")(line)

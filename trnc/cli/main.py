@@ -14,6 +14,7 @@ from trnc.checkpoint.source import DEFAULT_MODEL
 from trnc.checkpoint.source import pull as pull_model
 from trnc.cli import options
 from trnc.cli.cache_command import cache_app
+from trnc.cli.console import print_error, say
 from trnc.errors import TrncError
 from trnc.presets import load_preset, preset_names
 
@@ -22,7 +23,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
     help="Compile a language model into static graphs, then serve it from them.\n\n"
     "`trnc serve` alone downloads a small default model, compiles it once, and answers OpenAI "
     "clients on http://127.0.0.1:8000/v1. `trnc compile` does the compiling ahead of time, "
@@ -36,7 +37,7 @@ def main() -> None:
     try:
         app()
     except TrncError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False)
+        print_error(str(error))
         sys.exit(1)
 
 
@@ -63,12 +64,18 @@ def serve(
         int | None,
         typer.Option(min=1, help="Refuse requests when so many wait. Default: no limit."),
     ] = None,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Refuse larger request bodies.")] = 16
+    * 2**20,
+    grace_seconds: Annotated[
+        int, typer.Option(min=0, help="On SIGTERM or Ctrl-C, open requests get so long to finish.")
+    ] = 30,
     trace: Annotated[
         str | None, typer.Option(help="Write every arrival and plan to this file, for replay.")
     ] = None,
 ) -> None:
     """Serve a model over HTTP to OpenAI clients; compile first whatever is not in the store."""
     from trnc.cli.serve_command import run_serve
+    from trnc.serve.launch import ServeOptions
 
     options.set_threads(threads)
     arguments = options.EngineArguments(
@@ -82,8 +89,11 @@ def serve(
         max_waiting=max_waiting,
         trace=trace,
     )
+    listening = ServeOptions(
+        host=host, port=port, max_body_bytes=max_body_bytes, grace_seconds=grace_seconds
+    )
     names = tuple(served_model_name or ())
-    raise typer.Exit(run_serve(arguments, host=host, port=port, names=names))
+    raise typer.Exit(run_serve(arguments, listening, names=names))
 
 
 @app.command("compile")
@@ -203,9 +213,9 @@ def pull(
     ] = DEFAULT_MODEL,
 ) -> None:
     """Download a model into the user's cache and check it; later starts need no network."""
-    console = Console()
-    source = pull_model(model, report=console.print)
-    console.print(f"{source.name} is in {source.path}", highlight=False)
+    report = say(Console())
+    source = pull_model(model, report=report)
+    report(f"{source.name} is in {source.path}")
 
 
 @app.command("explain-miss")

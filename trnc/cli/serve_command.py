@@ -1,4 +1,7 @@
-"""`trnc serve`: what the API process knows of the model, and how it starts its engine."""
+"""`trnc serve`: what the API process knows of the model, and how it starts its engine.
+
+This process never imports torch, so it is up, and says what is going on, long before the engine is.
+"""
 
 from __future__ import annotations
 
@@ -9,40 +12,34 @@ from collections.abc import Sequence
 import msgspec
 from rich.console import Console
 
-from trnc.checkpoint.chat_template import ChatTemplate
-from trnc.checkpoint.generation import generation_defaults
+from trnc import __version__
 from trnc.checkpoint.source import resolve
-from trnc.checkpoint.tokenizer import load_tokenizer
+from trnc.cli.console import say
 from trnc.cli.options import EngineArguments
 from trnc.presets import load_preset
 from trnc.serve.launch import ServeOptions, serve
-from trnc.serve.model import ServedModel
+from trnc.serve.model import load_model
 
 
-def run_serve(arguments: EngineArguments, *, host: str, port: int, names: tuple[str, ...]) -> int:
+def run_serve(arguments: EngineArguments, options: ServeOptions, *, names: tuple[str, ...]) -> int:
     """Serve until stopped and return the exit status. Raises TrncError for what is wrong."""
     started = time.perf_counter() - time.process_time()
     console = Console()
-    load_preset(arguments.preset)  # a wrong name fails here, before anything is downloaded
-    source = resolve(arguments.model, report=console.print)
-    tokenizer = load_tokenizer(source)
-    template = None
-    if tokenizer.chat_template is not None:
-        template = ChatTemplate(tokenizer.chat_template, special_tokens=tokenizer.special_tokens)
-    options = msgspec.json.encode(arguments).decode()
+    preset = load_preset(arguments.preset)  # a wrong name fails before anything is downloaded
+    source = resolve(arguments.model, report=say(console))
+    say(console)(
+        f"trnc {__version__}: model {source.name}, preset {preset.name},"
+        f" backend {arguments.backend}, store {arguments.store}"
+    )
+    encoded = msgspec.json.encode(arguments).decode()
 
     def engine_argv(endpoint: str) -> Sequence[str]:
-        return [sys.executable, "-m", "trnc.cli.engine_command", endpoint, options]
+        return [sys.executable, "-m", "trnc.cli.engine_command", endpoint, encoded]
 
     return serve(
         engine_argv=engine_argv,
-        model=ServedModel(
-            names=names or (source.name,),
-            tokenizer=tokenizer,
-            template=template,
-            defaults=generation_defaults(source),
-        ),
-        options=ServeOptions(host=host, port=port),
+        model=load_model(source, names=names),
+        options=options,
         console=console,
         started=started,
     )
