@@ -90,7 +90,7 @@ def _features(key: VariantKey) -> list[str]:
 
 def _build(plan: BuildPlan, store: Store, jobs: int, console: Console) -> Manifest:
     with _progress(console) as progress:
-        task = progress.add_task("compiling", total=len(plan.missing))
+        task = progress.add_task("compiling", total=len(plan.missing), visible=bool(plan.missing))
 
         def compiled(done: int, total: int, label: str) -> None:
             progress.update(task, completed=done, total=total, description=f"compiled {label}")

@@ -225,9 +225,10 @@ def explain_miss(
     store: options.StoreFolder = None,
 ) -> None:
     """Say why artifacts are missing: which factor differs from the nearest one in the store."""
+    loaded = load_preset(preset)
     from trnc.cli.compile_command import run_explain
 
-    run_explain(model, load_preset(preset), options.store_root(store), Console())
+    run_explain(model, loaded, options.store_root(store), Console())
 
 
 @app.command()

@@ -11,6 +11,8 @@ import typer
 
 from trnc.checkpoint.source import DEFAULT_MODEL
 from trnc.compiler.store import default_root
+from trnc.errors import ConfigError
+from trnc.presets import load_preset
 
 Backend = Literal["inductor", "eager"]
 Loop = Literal["overlapped", "plain"]
@@ -29,6 +31,10 @@ class EngineArguments:
     loop: Loop = "overlapped"
     max_waiting: int | None = None
     trace: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a wrong preset, before anything slow is loaded or downloaded."""
+        load_preset(self.preset)
 
 
 Model = Annotated[
@@ -89,8 +95,14 @@ def set_threads(threads: int | None) -> None:
 
 
 def store_root(folder: Path | None) -> Path:
-    """Return the store's folder: the option, or the default."""
-    return folder or default_root()
+    """Return the store's folder: the option, or the default. It need not exist yet.
+
+    Raises ConfigError where it cannot be one.
+    """
+    root = folder or default_root()
+    if root.exists() and not root.is_dir():
+        raise ConfigError(f"the store {root} is no folder; give another --store or TRNC_STORE")
+    return root
 
 
 def job_count(jobs: int | None) -> int:

@@ -16,7 +16,6 @@ from trnc import __version__
 from trnc.checkpoint.source import resolve
 from trnc.cli.console import say
 from trnc.cli.options import EngineArguments
-from trnc.presets import load_preset
 from trnc.serve.launch import ServeOptions, serve
 from trnc.serve.model import load_model
 
@@ -25,10 +24,9 @@ def run_serve(arguments: EngineArguments, options: ServeOptions, *, names: tuple
     """Serve until stopped and return the exit status. Raises TrncError for what is wrong."""
     started = time.perf_counter() - time.process_time()
     console = Console()
-    preset = load_preset(arguments.preset)  # a wrong name fails before anything is downloaded
     source = resolve(arguments.model, report=say(console))
     say(console)(
-        f"trnc {__version__}: model {source.name}, preset {preset.name},"
+        f"trnc {__version__}: model {source.name}, preset {arguments.preset},"
         f" backend {arguments.backend}, store {arguments.store}"
     )
     encoded = msgspec.json.encode(arguments).decode()
