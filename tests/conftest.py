@@ -8,10 +8,25 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def native_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernels for the best target of this machine, built and loaded once."""
+def store_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a store for the whole session: everything is compiled once."""
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="session")
+def native_library(store_root: Path) -> Path:
+    """The kernels for the best target of this machine, built and loaded once.
+
+    A process can load one library of kernels only, so executors must find them in this store, too.
+    """
+    from trnc.compiler.compile import kernels_key
+    from trnc.compiler.store import Store
     from trnc.ops import native
 
-    path = native.build_kernels(native.detect_target(), tmp_path_factory.mktemp("kernels"))
-    native.load_kernels(path)
-    return path
+    def build(out: Path) -> None:
+        native.build_kernels(target, out)
+
+    target = native.detect_target()
+    folder = Store(root=store_root, log=print).get_or_build(kernels_key(target), build)
+    native.load_kernels(folder / native.LIBRARY_NAME)
+    return folder / native.LIBRARY_NAME

@@ -1,0 +1,46 @@
+"""Two tiny models, compiled once for the session: one of all weight formats, one in f32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.models.tiny import PRESET, tiny_model, write_mixed_gguf
+from tests.runtime.serving import compile_missing
+from trnc.runtime.executor import ProgramExecutor
+from trnc.runtime.start import StartOptions, start_executor
+
+
+@pytest.fixture(scope="session")
+def quantized_options(tmp_path_factory: pytest.TempPathFactory, store_root: Path) -> StartOptions:
+    """A GGUF with i4g32, i4g32s, i8g32 and bf16 matrices, and a cache in float16."""
+    model = write_mixed_gguf(tmp_path_factory.mktemp("gguf") / "mixed.gguf")
+    return StartOptions(str(model), PRESET, "inductor", store_root)
+
+
+@pytest.fixture(scope="session")
+def f32_options(tmp_path_factory: pytest.TempPathFactory, store_root: Path) -> StartOptions:
+    """A Hugging Face folder with qk-norm and biases, and a cache in float32."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    tiny_model("qwen3-biased").save_pretrained(folder)
+    preset = replace(PRESET, name="tiny-f32", kv_dtype="float32")
+    return StartOptions(str(folder), preset, "inductor", store_root)
+
+
+@pytest.fixture(scope="session")
+def quantized(quantized_options: StartOptions, native_library: Path) -> Iterator[ProgramExecutor]:
+    yield from _started(quantized_options)
+
+
+@pytest.fixture(scope="session")
+def f32(f32_options: StartOptions, native_library: Path) -> Iterator[ProgramExecutor]:
+    yield from _started(f32_options)
+
+
+def _started(options: StartOptions) -> Iterator[ProgramExecutor]:
+    executor, _, _ = start_executor(options, compile_missing, print)
+    yield executor
+    executor.close()

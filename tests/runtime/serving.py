@@ -1,0 +1,77 @@
+"""Runs requests on a real executor, under limits of the test's choice, through the engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tests.engine.driver import Driver, Loop
+from trnc.compiler.compile import build, plan_build
+from trnc.compiler.manifest import Manifest
+from trnc.compiler.program import ProgramConfig
+from trnc.compiler.store import Store
+from trnc.core import Executor, ExecutorInfo, StepPlan, StepResult, TokenLogprobs
+from trnc.engine.loops import plain_loop
+from trnc.engine.messages import Submit, ToEngine
+from trnc.ops.native import Target
+
+# Tokens, the logprobs of each, and why the text ended.
+Outcome = tuple[list[int], list[TokenLogprobs], str | None]
+
+
+def compile_missing(config: ProgramConfig, target: Target, store: Store) -> Manifest:
+    """A compiler for `start_executor` that says nothing."""
+    plan = plan_build(config, target=target, store=store, report=lambda *_: None)
+    workers = len(os.sched_getaffinity(0))
+    return build(plan, store=store, workers=workers, report=lambda *_: None)
+
+
+@dataclass(eq=False, kw_only=True)
+class Limited:
+    """An executor that claims to have less than it has: fewer pages, shorter chunks, fewer rows."""
+
+    executor: Executor
+    info: ExecutorInfo
+    plans: list[StepPlan] = field(default_factory=list)
+    futures: list[Future[StepResult]] = field(default_factory=list)
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        self.plans.append(plan)
+        self.futures.append(self.executor.submit(plan))  # type: ignore[arg-type]
+        return self.futures[-1]
+
+    @property
+    def busy(self) -> bool:
+        return any(not future.done() for future in self.futures)
+
+    def compiles_after_ready(self) -> int:
+        return self.executor.compiles_after_ready()
+
+    def close(self) -> None:
+        raise AssertionError("the executor belongs to the session")
+
+
+def serve(
+    executor: Executor,
+    arrivals: Mapping[int, Sequence[ToEngine]],
+    *,
+    loop: Loop = plain_loop,
+    **limits: Any,
+) -> Driver:
+    """Serve messages by the turn of the loop at which they arrive; `limits` are of ExecutorInfo."""
+    limited = Limited(executor=executor, info=replace(executor.info, **limits))
+    return Driver(executor=limited, arrivals=arrivals).serve(loop)  # type: ignore[arg-type]
+
+
+def outcome(driver: Driver, request_id: str) -> Outcome:
+    """What a client got for a request."""
+    logprobs = [entry for delta in driver.deltas(request_id) for entry in delta.logprobs]
+    return driver.tokens(request_id), logprobs, driver.finish(request_id)
+
+
+def alone(executor: Executor, request: Submit) -> Outcome:
+    """What a request gets when nothing else runs and nothing is scarce."""
+    return outcome(serve(executor, {0: [request]}), request.request_id)
