@@ -112,8 +112,6 @@ def compile_(
     Prints the variant matrix first: every step, bucket, sampling mode and feature that serving can
     need, and which of the distinct artifacts behind them are in the store already.
     """
-    from trnc.cli.compile_command import run_compile
-
     arguments = options.EngineArguments(
         model=model,
         preset=preset,
@@ -122,6 +120,8 @@ def compile_(
         jobs=options.job_count(jobs),
         require_cache=False,
     )
+    from trnc.cli.compile_command import run_compile
+
     run_compile(arguments, dry_run=dry_run, console=Console())
 
 
