@@ -1,0 +1,77 @@
+"""The catalog picks the smallest variant that holds a step and has what its requests need."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.models.tiny import PRESET
+from tests.runtime.serving import serve
+from trnc.compiler.matrix import variant_matrix
+from trnc.core import SamplingParams, SequencePlan, Step, StepPlan, VariantKey
+from trnc.engine.messages import Submit
+from trnc.errors import EngineError
+from trnc.runtime.catalog import Catalog
+from trnc.runtime.executor import ProgramExecutor
+
+CATALOG = Catalog.of(reversed(variant_matrix(PRESET)))
+samplings = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1.0]),
+    logprobs=st.none() | st.integers(0, 20),
+    logit_bias=st.sampled_from([(), ((1, 2.0),)]),
+)
+
+
+def plan(step: Step, *parts: tuple[int, bool, SamplingParams]) -> StepPlan:
+    return StepPlan(
+        step,
+        tuple(
+            SequencePlan(slot, 0, count, (1,) * count, (slot + 1,), sample, 0, sampling)
+            for slot, (count, sample, sampling) in enumerate(parts)
+        ),
+    )
+
+
+@given(
+    st.sampled_from(["prefill", "decode"]),
+    st.lists(st.tuples(st.integers(1, 4), st.booleans(), samplings), min_size=1, max_size=8),
+)
+def test_the_smallest_bucket_with_just_what_is_needed(
+    step: Step, parts: list[tuple[int, bool, SamplingParams]]
+) -> None:
+    if step == "decode":
+        parts = [(1, True, sampling) for _, _, sampling in parts]
+    key = CATALOG.select(plan(step, *parts))
+    tokens = sum(count for count, _, _ in parts)
+    picking = [sampling for _, sample, sampling in parts if sample]
+    sizes = PRESET.decode_rows if step == "decode" else PRESET.prefill_tokens
+    assert key.step == step
+    assert key.tokens == min(size for size in sizes if size >= tokens)
+    assert key.rows >= len(parts)
+    assert (key.sampling == "sample") == any(s.temperature > 0 for s in picking)
+    assert key.logprobs == any(s.logprobs is not None for s in picking)
+    assert key.logit_bias == any(s.logit_bias for s in picking)
+
+
+@pytest.mark.parametrize(
+    ("unknown", "said"),
+    [
+        (plan("decode", *[(1, True, SamplingParams())] * 9), "decode of 9 tokens in 9 sequences"),
+        (plan("prefill", (33, True, SamplingParams())), "prefill of 33 tokens in 1 sequences"),
+    ],
+)
+def test_a_step_that_no_variant_holds_is_an_engine_error(
+    quantized: ProgramExecutor, unknown: StepPlan, said: str
+) -> None:
+    with pytest.raises(EngineError, match=said):
+        quantized.submit(unknown)
+    served = serve(quantized, {0: [Submit("next", (1, 2, 3), SamplingParams(), 4)]})
+    assert len(served.tokens("next")) == 4, "the executor goes on"
+
+
+def test_a_feature_that_was_not_compiled_is_named() -> None:
+    plain = Catalog((VariantKey("decode", 1, 1),))
+    with pytest.raises(EngineError, match="greedy, logprobs=True, logit_bias=False"):
+        plain.select(plan("decode", (1, True, SamplingParams(logprobs=0))))
