@@ -26,6 +26,9 @@ from typing import IO, Annotated, Any
 
 import typer
 
+# The worker's Python need not have trnc installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 PROMPT = 512  # tokens; decode starts from here
 OUTPUT = 64
 
@@ -194,7 +197,7 @@ def llama_worker() -> None:
     ll.llama_backend_init()
     silent = ll.llama_log_callback(lambda *_: None)  # must live as long as the library logs
     ll.llama_log_set(silent, None)
-    path = _q4_0(ll)
+    path = q4_0(ll)
     model = ll.llama_model_load_from_file(str(path).encode(), ll.llama_model_default_params())
     vocab = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(model))
 
@@ -239,9 +242,8 @@ def _measure_llama(ll: Any, context: Any, prompts: list[list[int]]) -> Speed:
     return Speed(count * PROMPT / (prefilled - begun), count * OUTPUT / (done - prefilled))
 
 
-def _q4_0(ll: Any) -> Path:
+def q4_0(ll: Any) -> Path:
     """Return the default model requantised to Q4_0, made once beside it."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from trnc.checkpoint.source import resolve
 
     original = resolve("smollm2-135m").path

@@ -66,7 +66,7 @@ def diff(
 
 def _traced() -> list[PresetGraphs]:
     # `diff` does without torch, which this imports.
-    from trnc.compiler.graphs import traced_graphs  # noqa: PLC0415
+    from trnc.compiler.graphs import traced_graphs
 
     models = REPOSITORY / "graphs"
     return [traced_graphs(models, model, preset) for model, preset in LOCKED]

@@ -196,7 +196,7 @@ def _tensor_info(
 
 
 def _foreign_type(name: str, number: int) -> tuple[str, int, int]:
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # noqa: PLC0415 - slow import
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # slow import
 
     try:
         kind = GGMLQuantizationType(number)

@@ -98,7 +98,7 @@ def pull(model: str, *, cache: Path | None = None, report: Report = quiet) -> So
 
 
 def _default(cache: Path, report: Report) -> Source:
-    from trnc.checkpoint.pull import SMOLLM2, ensure  # noqa: PLC0415 - only when it is the model
+    from trnc.checkpoint.pull import SMOLLM2, ensure  # only when it is the model
 
     return Source("gguf", ensure(SMOLLM2, cache=cache, report=report), DEFAULT_MODEL)
 
@@ -113,8 +113,8 @@ def _folder(model: str, path: Path, name: str) -> Source:
 
 def _hub(model: str, report: Report, *, local_first: bool) -> Source:
     """Return the newest snapshot that is here, else download one."""
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow, and rarely needed
-    from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415
+    from huggingface_hub import snapshot_download  # slow, and rarely needed
+    from huggingface_hub.constants import HF_HUB_CACHE
 
     def snapshot(*, local: bool) -> Path:
         folder = snapshot_download(model, allow_patterns=_HUB_FILES, local_files_only=local)

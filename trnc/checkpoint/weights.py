@@ -310,9 +310,9 @@ _BLOCK_READERS = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0}
 
 def _dequantize(file: GgufFile, info: TensorInfo) -> Tensor:
     """Return f32 of `info.shape`, through the `gguf` package."""
-    import numpy as np  # noqa: PLC0415 - only for block formats that are not kept
-    from gguf.constants import GGMLQuantizationType  # noqa: PLC0415 - slow import
-    from gguf.quants import dequantize  # noqa: PLC0415
+    import numpy as np  # only for block formats that are not kept
+    from gguf.constants import GGMLQuantizationType  # slow import
+    from gguf.quants import dequantize
 
     kind = GGMLQuantizationType(info.type_number)
     rows = np.frombuffer(file.data(info.name), dtype=np.uint8).reshape(*info.shape[:-1], -1)

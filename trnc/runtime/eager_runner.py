@@ -6,7 +6,8 @@ loaded. With fp64 tensors it computes in fp64.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ class EagerRunner:
     """Runs any variant over `tensors`, which holds `weight.*` and `state.*` (written in place).
 
     `dtype` is what activations are computed in, float32 or float64; for float64 the cache should be
-    float64 too (`kv_dtype` of the preset in `config`).
+    float64 too (`kv_dtype` of the preset in `config`). `operators` is a context in which the
+    operators run: their references, or with `contextlib.nullcontext` whatever kernels are loaded.
     """
 
     def __init__(
@@ -31,10 +33,12 @@ class EagerRunner:
         config: ProgramConfig,
         tensors: Mapping[str, Tensor],
         dtype: torch.dtype = torch.float32,
+        operators: Callable[[], AbstractContextManager[object]] = reference_mode,
     ) -> None:
         self._config = config
         self._tensors = dict(tensors)
         self._dtype = dtype
+        self._operators = operators
 
     def run(self, key: VariantKey, inputs: Inputs) -> list[Tensor]:
         """Run one step and return what the host reads back."""
@@ -45,7 +49,7 @@ class EagerRunner:
     def evaluate(self, program: Program, inputs: Inputs) -> dict[str, Tensor]:
         """Run a program and return all its values by name, `value.logits` among them."""
         values = self._tensors | {f"input.{name}": tensor for name, tensor in inputs.items()}
-        with torch.inference_mode(), reference_mode():
+        with torch.inference_mode(), self._operators():
             for call in program.calls:
                 stage = build_stage(call.stage)
                 arguments = {
