@@ -34,9 +34,10 @@ def count_pages(model: ModelConfig, preset: Preset, *, free_bytes: int) -> int:
     budget = preset.kv_memory_mib * _MIB or min(full * page_bytes(model, preset), free_bytes // 2)
     pages = min(full, budget // page_bytes(model, preset))
     if pages < 1:
+        needed = -(-page_bytes(model, preset) // _MIB)
         raise ConfigError(
             f"preset '{preset.name}': 'kv_memory_mib' allows {budget // _MIB} MiB for KV pages, "
-            f"but one page of this model takes {-(-page_bytes(model, preset) // _MIB)} MiB; raise it"
+            f"but one page of this model takes {needed} MiB; raise it"
         )
     return pages + 1
 
