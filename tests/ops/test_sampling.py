@@ -126,6 +126,8 @@ def test_picks_are_those_of_the_rules(logits: list[float], p: Params) -> None:
         Params(top_p=0.95),
         Params(top_p=0.5, temperature=3.0),
         Params(top_k=40, top_p=0.9, min_p=0.1),
+        Params(top_k=200, top_p=0.99, temperature=1e-3),
+        Params(top_p=0.99, temperature=1e-3),
     ],
 )
 def test_picks_in_large_vocabularies(vocab: int, p: Params) -> None:
@@ -201,6 +203,16 @@ def test_kernels_use_the_same_noise() -> None:
     assert torch.equal(draw(logits, filtered), u[:, :699].argmax(dim=1))
 
 
+@pytest.mark.parametrize(("seed", "tied"), [(1304, [7268, 7488]), (1480, [1455, 14287])])
+def test_equal_scores_go_to_the_lower_id(seed: int, tied: list[int]) -> None:
+    """Seeds whose largest u falls on two tokens, near each other and far apart."""
+    u = sampling.uniform(torch.tensor([seed]), torch.tensor([0]), 20_000)[0]
+    assert (u == u.max()).nonzero().flatten().tolist() == tied
+    for threads in (1, 2):
+        native.set_num_threads(threads)
+        assert draw(torch.zeros(1, 20_000), [Params(seed=seed)]).item() == tied[0]
+
+
 @pytest.mark.parametrize("vocab", [17, 300, 9000])
 def test_a_row_s_tokens_are_the_same_in_every_batch(vocab: int) -> None:
     logits = random_logits(24, vocab)
@@ -271,6 +283,14 @@ def test_logprobs_are_those_of_f64(vocab: int, top: int, seed: int, coarse: bool
     assert torch.equal(ids.long(), order)
     torch.testing.assert_close(picked.double(), wanted[0], rtol=3e-7, atol=2e-6)
     torch.testing.assert_close(listed.double(), wanted[2], rtol=3e-7, atol=2e-6)
+
+
+def test_a_nan_logit_has_no_probability() -> None:
+    logits = torch.tensor([[1.0, NAN, 1.0]])
+    picked, ids, values = logprobs(logits, torch.tensor([1]), 3)
+    assert picked.item() == -INF
+    assert ids.tolist() == [[0, 2, 1]]
+    assert values[0].tolist() == pytest.approx([-math.log(2)] * 2 + [-INF])
 
 
 def test_every_logit_equal() -> None:

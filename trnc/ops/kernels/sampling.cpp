@@ -72,7 +72,6 @@ struct Maxima {
 };
 
 int64_t first_largest(const Row& row, const Maxima& maxima) {
-  if (maxima.top == -kInfinity) return 0;
   const auto block = std::find(maxima.blocks.begin(), maxima.blocks.end(), maxima.top);
   for (int64_t i = (block - maxima.blocks.begin()) * kBlock;; i += kLanes) {
     if (const Mask found = equal(row.at(i), broadcast(maxima.top))) return i + std::countr_zero(found);
@@ -175,11 +174,8 @@ double measure_from(const Tokens& tokens, const std::vector<float>& measure, flo
 // one token. Log weights are halved down to a narrow band that holds the end, and only the band is sorted.
 Place end_of_run(const Tokens& tokens, const std::vector<float>& measure, double need,
                  std::vector<std::pair<Place, float>>& band) {
-  float low = -1024.0f, high = 1.0f;  // the end is in low..high, or below low from the start
-  if (measure_from(tokens, measure, low) < need) {
-    high = low, low = -kInfinity;
-  }
-  while (tokens.size() > 4 * kLanes && high - low > 1e-4f && low != -kInfinity) {
+  float low = -1024.0f, high = 1.0f;  // noise spans less than 20, so no lighter token is ever picked
+  while (tokens.size() > 4 * kLanes && high - low > 1e-4f) {
     const float middle = low + (high - low) / 2;
     (measure_from(tokens, measure, middle) < need ? high : low) = middle;
   }
@@ -190,12 +186,11 @@ Place end_of_run(const Tokens& tokens, const std::vector<float>& measure, double
     if (y >= low && y < high) band.push_back({{y, tokens.id[i]}, measure[i]});
   }
   std::sort(band.begin(), band.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-  Place last = band.empty() ? kLast : band.back().first;
   for (const auto& [place, size] : band) {
     need -= size;
     if (need <= 0) return place;
   }
-  return last;
+  return band.empty() ? kLast : band.back().first;
 }
 
 // splitmix64's finaliser and increment.
