@@ -10,14 +10,15 @@ BIN := $(VENV)/bin
 
 # The mark is renewed when the dependencies change; an interrupted install leaves none.
 $(VENV)/.ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: trnc needs Python 3.11 or later, and $(PYTHON) is not one; try make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "Setting up $(VENV): a few minutes the first time, most of it PyTorch"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --progress-bar on --editable .
-	touch $@
+	$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check --editable .
+	@touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready
-	$(BIN)/python -m pip install --progress-bar on --editable '.[dev]'
-	touch $@
+	$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check --editable '.[dev]'
+	@touch $@
 
 setup: $(VENV)/.ready
 
