@@ -33,10 +33,7 @@ def decoded(program: LinkedProgram) -> list[Instruction]:
     def slots() -> list[int]:
         return [next(code) for _ in range(next(code))]
 
-    result = []
-    for target in code:
-        result.append(Instruction(target, bool(next(code)), slots(), slots(), slots()))
-    return result
+    return [Instruction(t, bool(next(code)), slots(), slots(), slots()) for t in code]
 
 
 def real_variants() -> tuple[Variant, ...]:

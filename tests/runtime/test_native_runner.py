@@ -26,8 +26,13 @@ from trnc.runtime.eager_runner import EagerRunner
 from trnc.runtime.executor import ProgramExecutor
 from trnc.runtime.inputs import Inputs, build_inputs
 from trnc.runtime.native_runner import NativeRunner
-from trnc.runtime.start import StartOptions, load_manifest, open_model, program_config
-from trnc.runtime.start import start_executor
+from trnc.runtime.start import (
+    StartOptions,
+    load_manifest,
+    open_model,
+    program_config,
+    start_executor,
+)
 from trnc.runtime.state import allocate_state
 
 GREEDY = SamplingParams()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ from trnc.models.stage import StageSpec
 from trnc.ops import native
 
 Report = Callable[[str], None]
+
+_building = threading.Lock()  # held by a worker process while it makes an artifact
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +174,25 @@ def _prepare_worker(root: Path) -> None:
     """Keep Inductor's own caches (precompiled headers) below the store, and threads to one."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(root / "inductor")
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this worker when its parent was killed; of itself it would wait for work forever.
+
+    It finishes its artifact first: a compiler that outlived it would write into the next build.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "workers are spawned"
+    parent.join()
+    with _building:
+        os._exit(1)
 
 
 def _build_one(job: Job, target: native.Target, root: Path) -> None:
     store = Store(root=root, log=lambda line: print(line, file=sys.stderr))
-    store.get_or_build(job.key, lambda out: _write_artifact(job, target, out))
+    with _building:
+        store.get_or_build(job.key, lambda out: _write_artifact(job, target, out))
 
 
 def _write_artifact(job: Job, target: native.Target, out: Path) -> None:
