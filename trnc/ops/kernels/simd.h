@@ -8,7 +8,7 @@
 //   first_lane          lane 0
 //   kWide, kUnroll      whether a vector is one register; how far to unroll loops over registers
 //   Bytes64             16 lanes of 4 bytes. dot_u4(acc, w, a) adds to each lane the products of its
-//                       four bytes of w, each in 0..15, with the four signed bytes of a (-127..127).
+//                       four bytes of w, each in 0..15, with the four signed bytes of a (-128..127).
 //                       dot_u8 does so for w in 0..255 that stand for w - 128, where an accumulator must
 //                       start at -kInt8Bias * (sum of all a).
 //   reduce_add, reduce_max  of all lanes, in pairs eight, four, two and one apart

@@ -118,20 +118,22 @@ namespace detail {
 inline __m256i madd4(__m256i acc, __m256i u, __m256i s) {
   return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
 }
-// w - 128 is signed; |w - 128| * (+-a) stays within 2 * 128 * 127 < 2^15 for a pair.
-inline __m256i madd4_biased(__m256i acc, __m256i w, __m256i a) {
-  const __m256i s = _mm256_xor_si256(w, _mm256_set1_epi8(static_cast<char>(0x80)));
-  return madd4(acc, _mm256_abs_epi8(s), _mm256_sign_epi8(a, s));
+// Any bytes u and s: even and odd ones widened to 16 bits, so that nothing saturates.
+inline __m256i madd4_wide(__m256i acc, __m256i u, __m256i s) {
+  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)),
+                                         _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
+  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
+  return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
 }
 }  // namespace detail
 inline I32x16 dot_u4(I32x16 acc, Bytes64 w, int32_t a) {
   const __m256i four = _mm256_set1_epi32(a);
   return {detail::madd4(acc.lo, w.lo, four), detail::madd4(acc.hi, w.hi, four)};
 }
-constexpr int kInt8Bias = 0;
+constexpr int kInt8Bias = 128;
 inline I32x16 dot_u8(I32x16 acc, Bytes64 w, int32_t a) {
   const __m256i four = _mm256_set1_epi32(a);
-  return {detail::madd4_biased(acc.lo, w.lo, four), detail::madd4_biased(acc.hi, w.hi, four)};
+  return {detail::madd4_wide(acc.lo, w.lo, four), detail::madd4_wide(acc.hi, w.hi, four)};
 }
 
 }  // namespace trnc
