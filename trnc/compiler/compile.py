@@ -27,6 +27,7 @@ from trnc.compiler.manifest import (
     Manifest,
     Variant,
     manifest_key,
+    read_manifest,
     write_manifest,
 )
 from trnc.compiler.matrix import variant_matrix
@@ -119,9 +120,16 @@ def build(
     for done, label in enumerate(_run_jobs(plan, store, workers)):
         report(done + 1, total, label)
     manifest = _manifest(plan)
-    key = manifest_key(plan.config, plan.target)
-    store.get_or_build(key, lambda out: write_manifest(manifest, out))
+    _keep_manifest(manifest, manifest_key(plan.config, plan.target), store)
     return manifest
+
+
+def _keep_manifest(manifest: Manifest, key: ArtifactKey, store: Store) -> None:
+    """Write the manifest; one that another compiler or a `gc` has left behind gives way."""
+    kept = store.get_or_build(key, lambda out: write_manifest(manifest, out))
+    if read_manifest(kept) != manifest:
+        store.discard(key.id)
+        store.get_or_build(key, lambda out: write_manifest(manifest, out))
 
 
 def stage_key(digest: str, target: native.Target) -> ArtifactKey:

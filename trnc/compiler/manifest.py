@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from trnc.compiler.backends import inductor
 from trnc.compiler.program import ProgramConfig
 from trnc.compiler.store import ArtifactKey
 from trnc.core import VariantKey
@@ -66,14 +65,19 @@ class Manifest:
 
 
 def manifest_key(config: ProgramConfig, target: Target) -> ArtifactKey:
-    """The key under which the manifest of a configuration is kept."""
-    factors = inductor.stage_factors("", target) | {
+    """The key under which the manifest of a configuration is kept.
+
+    The C++ compiler is not in it, so that a machine without one can serve what another compiled.
+    """
+    factors = {
+        "backend": "inductor",
+        "target": target.name,
+        "torch": torch.__version__,
         "model": _digest(asdict(config.model)),
         "formats": _digest(asdict(config.formats)),
         "preset": _digest(asdict(config.preset)),
         "sources": source_fingerprint(),
     }
-    del factors["digest"]
     return ArtifactKey.of("manifest", factors)
 
 
@@ -88,14 +92,15 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def source_fingerprint() -> str:
-    """Return a digest of every source that takes part in tracing."""
+    """Return a digest of every source that takes part in tracing or is compiled, C++ included."""
     root = Path(str(resources.files("trnc")))
-    digest = hashlib.sha256(torch.__version__.encode())
+    digest = hashlib.sha256()
     for name in _SOURCES:
         path = root / name
-        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
-            digest.update(file.relative_to(root).as_posix().encode())
-            digest.update(file.read_bytes())
+        for file in [path] if path.is_file() else sorted(path.rglob("*")):
+            if file.suffix in (".py", ".cpp", ".h"):
+                digest.update(file.relative_to(root).as_posix().encode())
+                digest.update(file.read_bytes())
     return digest.hexdigest()
 
 

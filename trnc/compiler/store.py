@@ -149,6 +149,13 @@ class Store:
         with self._explaining(), self._lock(key.id):
             return self._get_locked(key.id) or self._build_locked(key, build)
 
+    def discard(self, id: str) -> None:
+        """Remove one artifact, unless somebody is building it."""
+        path = self._path(id)
+        if path.exists():
+            with self._explaining():
+                self._remove(id, path)
+
     def entries(self) -> list[Entry]:
         """Return every artifact with a readable record, oldest first. Files are not checked."""
         found = []
