@@ -44,7 +44,7 @@ def test_the_eager_backend_has_nothing_to_compile(model, tmp_path):
 
 
 def test_a_wrong_environment_is_one_line(model, tmp_path):
-    arguments = ("bench", "--model", model, "--store", tmp_path / "store")
+    arguments = ("compile", "--model", model, "--store", tmp_path / "store")
     assert "TRNC_TARGET=avx51 is not a target" in fails(*arguments, TRNC_TARGET="avx51")
     assert "no-such-g++ was not found; install g++" in fails(*arguments, CXX="no-such-g++")
 
