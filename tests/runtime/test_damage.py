@@ -177,18 +177,17 @@ def logging_compiler(folder: Path, log: Path) -> Path:
     return compiler
 
 
-def test_two_processes_build_each_artifact_once(copy: Copy, tmp_path: Path) -> None:
-    copy.forget("greedy", "logit_bias")
+def test_two_processes_build_an_artifact_once(copy: Copy, tmp_path: Path) -> None:
+    copy.forget("greedy")
     log = tmp_path / "log"
     compiler = str(logging_compiler(tmp_path, log))
     both = [trnc_compile(copy, CXX=compiler) for _ in range(2)]
-    said = [process.communicate(timeout=250)[0] for process in both]
+    said = [process.communicate(timeout=280)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     assert copy.store.verify() == []
     links = (line for line in log.read_text().splitlines() if "-shared" in line)
     built = [re.search(r"building/(\w{64})/", line) for line in links]
-    expected = [copy.ids[label] for label in ("greedy", "logit_bias")]
-    assert sorted(match[1] for match in built if match) == sorted(expected)
+    assert [match[1] for match in built if match] == [copy.ids["greedy"]]
 
 
 def test_after_a_kill_the_next_compile_succeeds(copy: Copy, quantized: ProgramExecutor) -> None:
@@ -200,7 +199,7 @@ def test_after_a_kill_the_next_compile_succeeds(copy: Copy, quantized: ProgramEx
         if line.startswith("compiled 1/5"):
             killed.send_signal(signal.SIGKILL)
             break
-    killed.communicate(timeout=100)  # until its workers have ended, too
+    killed.communicate(timeout=280)  # until its workers have ended, too
     assert killed.returncode == -signal.SIGKILL
     assert copy.store.get(manifest_key(copy.config, detect_target())) is None
     executor = copy.start()
