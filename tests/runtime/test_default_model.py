@@ -13,7 +13,7 @@ from trnc.engine.messages import Submit
 
 GREEDY = SamplingParams(logprobs=3)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=11, logprobs=3)
-PROMPT = tuple(range(400, 520))
+PROMPT = tuple(range(400, 525))
 
 
 def answers() -> tuple[list[str], list[Outcome], list[Outcome]]:
@@ -26,7 +26,7 @@ def answers() -> tuple[list[str], list[Outcome], list[Outcome]]:
 
     options = StartOptions(DEFAULT_MODEL, load_preset("default"), "inductor", default_root())
     executor, _, _ = start_executor(options, compile_missing, print)
-    requests = [Submit("greedy", PROMPT, GREEDY, 12), Submit("seeded", PROMPT[:77], SEEDED, 12)]
+    requests = [Submit("greedy", PROMPT, GREEDY, 12), Submit("seeded", PROMPT[92::-1], SEEDED, 12)]
     others = [Submit(f"other {i}", PROMPT[i : 9 + 20 * i], GREEDY, 9) for i in range(2)]
     first = Submit("first", PROMPT[:70], GREEDY, 2)
     served = {
@@ -35,7 +35,7 @@ def answers() -> tuple[list[str], list[Outcome], list[Outcome]]:
         "chunks of 7": serve(executor, {0: requests}, max_prefill_tokens=7),
         "chunks of 50": serve(executor, {0: requests}, max_prefill_tokens=50),
         "prefix hit": serve(executor, {0: [first], 9: requests}),
-        "preempted": serve(executor, {0: requests}, num_pages=8),
+        "preempted": serve(executor, {0: requests}, num_pages=9),
     }
     assert served["prefix hit"].deltas("greedy")[0].cached_tokens >= 64
     assert served["preempted"].scheduler.counters.preemptions > 0
