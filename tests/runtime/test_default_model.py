@@ -35,10 +35,8 @@ def answers() -> tuple[list[str], list[Outcome], list[Outcome]]:
         "chunks of 7": serve(executor, {0: requests}, max_prefill_tokens=7),
         "chunks of 50": serve(executor, {0: requests}, max_prefill_tokens=50),
         "prefix hit": serve(executor, {0: [first], 9: requests}),
-        "preempted": serve(executor, {0: requests}, num_pages=9),
     }
     assert served["prefix hit"].deltas("greedy")[0].cached_tokens >= 64
-    assert served["preempted"].scheduler.counters.preemptions > 0
     assert executor.compiles_after_ready() == 0
     got = [outcome(driver, r.request_id) for driver in served.values() for r in requests]
     expected = [alone(executor, r) for r in requests] * len(served)
