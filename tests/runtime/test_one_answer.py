@@ -77,6 +77,18 @@ def test_after_a_hit_in_the_prefix_cache(executor: ProgramExecutor, loop: Loop) 
 
 @EXECUTORS
 @LOOPS
+@pytest.mark.parametrize("length", [47, 48, 49])
+def test_again_with_all_of_its_prompt_in_the_cache(
+    executor: ProgramExecutor, loop: Loop, length: int
+) -> None:
+    request, again = (Submit(name, TEXT[:length], SEEDED, 6) for name in ("it", "again"))
+    served = serve(executor, {0: [request], 30: [again]}, loop=loop)
+    assert served.deltas("again")[0].cached_tokens == (length - 1) // 16 * 16
+    assert outcome(served, "again") == outcome(served, "it") == alone(executor, request)
+
+
+@EXECUTORS
+@LOOPS
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_after_a_preemption(
     executor: ProgramExecutor, loop: Loop, sampling: SamplingParams
