@@ -51,7 +51,8 @@ class Copy:
 
     def __init__(self, options: StartOptions, folder: Path) -> None:
         self.root = folder / "store"
-        shutil.copytree(options.store / "objects", self.root / "objects", copy_function=os.link)
+        for part in ("objects", "inductor"):  # the latter saves Inductor a look at the compiler
+            shutil.copytree(options.store / part, self.root / part, copy_function=os.link)
         self.log: list[str] = []
         self.options = replace(options, store=self.root)
         self.store = Store(root=self.root, log=self.log.append)
