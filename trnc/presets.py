@@ -19,7 +19,7 @@ class Preset:
 
     `decode_rows` and `prefill_tokens` are the buckets, ascending; a step runs in the smallest one
     that holds it. `max_context` is the most tokens (prompt + output) of one sequence and
-    `page_size` the keys of one KV page (also the attention block: it is part of the bits).
+    `page_size` the tokens of one KV page, which is also what the prefix cache shares.
     `kv_memory_mib` is what the KV pages may take; 0 means "as much as max_rows full contexts
     need, but at most half of the memory that is free when the weights are loaded".
     """

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from trnc.compiler.explain import explain_miss
+from trnc.compiler.compile import kernels_key, runner_key, stage_key
+from trnc.compiler.explain import Difference, explain_miss
 from trnc.compiler.store import ArtifactKey, Store
+from trnc.ops.native import detect_target
 
 
 @pytest.fixture
@@ -16,7 +18,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def key(kind: str = "stage", **factors: str) -> ArtifactKey:
-    return ArtifactKey.of(kind, {"graph": "g1", "target": "avx512", "torch": "2.13.0", **factors})
+    return ArtifactKey.of(kind, {"digest": "g1", "target": "avx512", "torch": "2.13.0", **factors})
 
 
 def add(store: Store, wanted: ArtifactKey) -> Path:
@@ -47,8 +49,8 @@ def test_the_nearest_has_the_fewest_differences_and_is_the_newest_of_them(store:
 
 def test_every_differing_factor_is_named_also_one_that_is_absent(store: Store) -> None:
     add(store, key(mesh="2"))
-    explanation = explain_miss(store, key(graph="g2", target="avx2", note="x" * 200))
-    assert [d.name for d in explanation.differences] == ["graph", "mesh", "note", "target"]
+    explanation = explain_miss(store, key(digest="g2", target="avx2", note="x" * 200))
+    assert [d.name for d in explanation.differences] == ["digest", "mesh", "note", "target"]
     text = str(explanation)
     assert "mesh: have '2', want absent" in text
     assert "note: have absent, want 'xxx" in text
@@ -71,3 +73,10 @@ def test_a_damaged_artifact_is_the_reason(store: Store) -> None:
     (aside,) = explanation.quarantined
     assert f"damaged, set aside in {aside}" in str(explanation)
     assert explanation.nearest is not None
+
+
+def test_every_factor_of_a_real_key_comes_with_advice() -> None:
+    target = detect_target()
+    for wanted in (stage_key("abc", target), kernels_key(target), runner_key()):
+        for name, _ in wanted.factors:
+            assert "(" in str(Difference(name, "one", "another")), (wanted.kind, name)

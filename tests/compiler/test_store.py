@@ -206,7 +206,7 @@ def test_verify_finds_every_damaged_artifact(store: Store) -> None:
 # Processes
 
 COUNTING = """
-import sys, time
+import sys
 from pathlib import Path
 from trnc.compiler.store import ArtifactKey, Store
 
@@ -216,8 +216,7 @@ def build(folder):
     with open(counter, "a") as file:
         file.write("built\\n")
     print("building", flush=True)
-    while not gate.exists():
-        time.sleep(0.005)
+    gate.read_text()  # a pipe: waits until the test opens its other end
     (folder / "stage.so").write_text("done")
 
 print("ready", flush=True)
@@ -228,6 +227,8 @@ print((path / "stage.so").read_text(), flush=True)
 
 
 def start(root: Path, tmp_path: Path) -> subprocess.Popen[str]:
+    if not (tmp_path / "gate").exists():
+        os.mkfifo(tmp_path / "gate")
     process = subprocess.Popen(
         [sys.executable, "-c", COUNTING, str(root), tmp_path / "counter", tmp_path / "gate"],
         stdin=subprocess.PIPE,
@@ -254,7 +255,7 @@ def test_processes_that_want_one_artifact_build_it_once(store: Store, tmp_path: 
     processes = [start(store.root, tmp_path) for _ in range(3)]
     for process in processes:
         go(process)
-    (tmp_path / "gate").touch()
+    (tmp_path / "gate").write_text("")
     outputs = [process.communicate()[0].split() for process in processes]
     assert [o[-1] for o in outputs] == ["done"] * 3
     assert (tmp_path / "counter").read_text() == "built\n"
@@ -272,7 +273,7 @@ def test_a_waiting_process_takes_over_when_the_builder_is_killed(
     victim.communicate()
     assert store.get(KEY) is None
     assert read(heir) == "building"
-    (tmp_path / "gate").touch()
+    (tmp_path / "gate").write_text("")
     assert heir.communicate()[0].split() == ["done"]
     path = store.get(KEY)
     assert path is not None

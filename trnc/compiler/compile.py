@@ -179,7 +179,7 @@ def _run_jobs(plan: BuildPlan, store: Store, workers: int) -> Iterator[str]:
 
 
 def _prepare_worker(root: Path) -> None:
-    """Keep Inductor's own caches (precompiled headers) below the store, and threads to one."""
+    """Keep Inductor's own cache below the store, and threads to one."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(root / "inductor")
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -9,11 +9,12 @@ from trnc.compiler.store import ArtifactKey, Entry, Store
 
 # What a person can do about a factor that differs; other factors just differ.
 _ADVICE = {
-    "graph": "the graph itself changed: `tools/graph_equiv.py check` shows how",
+    "digest": "the graph itself changed: `tools/graph_equiv.py check` shows how",
     "torch": "another torch compiled it: install that version to use it, or compile again",
     "backend": "it was compiled by another backend: pass the same --backend",
     "target": "it was compiled for another target: compile on this machine or for it",
     "compiler": "another C++ compiler built it: use that one, or compile again",
+    "flags": "the flags of the C++ compiler changed: compile again",
     "options": "the compile options changed: use the same ones, or compile again",
     "sources": "our own sources changed: compile again (stages with equal graphs are reused)",
     "preset": "the preset changed: pass the same --preset, or compile again",

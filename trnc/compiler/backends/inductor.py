@@ -24,7 +24,6 @@ STAGE_FILE = "stage.so"
 # Vector width in bits and architecture level of the code that Inductor generates for a target.
 _CODEGEN = {
     "avx512": (512, "x86-64-v4"),
-    "avx2vnni": (256, "x86-64-v3"),
     "avx2": (256, "x86-64-v3"),
     "generic": (0, ""),
 }
