@@ -45,7 +45,7 @@ def error_bound(x: Tensor, dense: Tensor, format: str) -> Tensor:
     rounding = 1e-6 * (x.double().abs() @ dense.double().abs().T)
     if format not in GROUPED:
         return rounding
-    steps = x.double().unflatten(1, (-1, 32)).abs().amax(dim=2) / 32512
+    steps = x.double().unflatten(1, (-1, 32)).abs().amax(dim=2) / 2032
     sizes = dense.double().unflatten(1, (-1, 32)).abs().sum(dim=2)
     return rounding + 0.501 * steps @ sizes.T
 

@@ -15,6 +15,7 @@ _ADVICE = {
     "target": "it was compiled for another target: compile on this machine or for it",
     "compiler": "another C++ compiler built it: use that one, or compile again",
     "flags": "the flags of the C++ compiler changed: compile again",
+    "lowering": "what is fused in a stage changed: compile again",
     "options": "the compile options changed: use the same ones, or compile again",
     "sources": "our own sources changed: compile again (stages with equal graphs are reused)",
     "preset": "the preset changed: pass the same --preset, or compile again",

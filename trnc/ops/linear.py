@@ -1,8 +1,8 @@
 """The linear layer and the embedding, on packed weights of any format.
 
-For grouped formats the native `linear` quantises each row of activations, in groups of 32, to int16
-(scale = largest magnitude / 32512), multiplies integers exactly and adds up groups in order in f32.
-So it differs from the reference, which does not quantise activations, by at most
+For grouped formats the native `linear` quantises each row of activations, in groups of 32, to 12
+bits (scale = largest magnitude / 2032), multiplies integers exactly and adds up groups in order in
+f32. So it differs from the reference, which does not quantise activations, by at most
 sum over groups of (scale / 2) * sum |w|, plus rounding. A row's bits never depend on other rows.
 """
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trnc.ops.library import declare
+from trnc.ops.norm import reference_rms_norm, reference_silu_mul
 from trnc.ops.packing import unpack
 
 
@@ -30,6 +31,40 @@ def _linear_fake(
     return x.new_empty(x.shape[0], out_features)
 
 
+def _fused_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    residual: Tensor | None,
+    format: str,
+    out_features: int,
+    eps: float,
+    gated: bool,
+) -> Tensor:
+    if gated:
+        x = reference_silu_mul(x)
+    elif norm is not None:
+        x = reference_rms_norm(x, norm, eps)
+    out = _linear(x, weight, bias, format, out_features)
+    return out if residual is None else residual + out
+
+
+def _fused_linear_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    residual: Tensor | None,
+    format: str,
+    out_features: int,
+    eps: float,
+    gated: bool,
+) -> Tensor:
+    del norm, residual, eps, gated
+    return _linear_fake(x, weight, bias, format, out_features)
+
+
 def _embedding(ids: Tensor, weight: Tensor, format: str, width: int) -> Tensor:
     table = unpack(weight, format, weight.shape[0] * 16, width)
     return torch.where(ids[:, None] < 0, 0.0, table[ids.clamp(min=0)])
@@ -44,6 +79,12 @@ declare(
     "linear(Tensor x, Tensor weight, Tensor? bias, str format, int out_features) -> Tensor",
     reference=_linear,
     fake=_linear_fake,
+)
+declare(
+    "fused_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, Tensor? residual, "
+    "str format, int out_features, float eps, bool gated) -> Tensor",
+    reference=_fused_linear,
+    fake=_fused_linear_fake,
 )
 declare(
     "embedding(Tensor ids, Tensor weight, str format, int width) -> Tensor",
@@ -61,6 +102,29 @@ def linear(
     [N] f32 or None. The bias is added last.
     """
     result: Tensor = torch.ops.trnc.linear.default(x, weight, bias, format, out_features)
+    return result
+
+
+def fused_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    residual: Tensor | None,
+    format: str,
+    out_features: int,
+    eps: float,
+    gated: bool,
+) -> Tensor:
+    """Return residual + linear(prologue(x)), [T, N], with the bits of the ops that it stands for.
+
+    The prologue is `rms_norm(x, norm, eps)` where `norm` [K] is given, `silu_mul(x)` of `x` [T, 2K]
+    where `gated`, else nothing. `residual` is [T, N] or None. Stages do not call it: the CPU
+    backend puts it in the place of what it fuses.
+    """
+    result: Tensor = torch.ops.trnc.fused_linear.default(
+        x, weight, bias, norm, residual, format, out_features, eps, gated
+    )
     return result
 
 

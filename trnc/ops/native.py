@@ -7,6 +7,7 @@ kernels of every op and sizes their thread pool.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import re
@@ -48,14 +49,22 @@ class Target:
     needs: frozenset[str]
 
 
+# Features whose flag is not their name without underscores.
+_FLAGS = {"amx_tile": "amx-tile", "amx_int8": "amx-int8"}
+
+
 def _x86(name: str, *features: str) -> Target:
-    flags = tuple("-m" + feature.replace("_", "") for feature in features)
+    flags = tuple("-m" + _FLAGS.get(feature, feature.replace("_", "")) for feature in features)
     return Target(name, flags, frozenset(features))
 
 
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "fma", "f16c")
+
 # Best first.
 TARGETS = (
-    _x86("avx512", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "fma", "f16c"),
+    _x86("amx", *_AVX512, "avx512_bf16", "amx_tile", "amx_int8"),
+    _x86("avx512", *_AVX512),
+    _x86("avxvnni", "avx2", "fma", "f16c", "avx_vnni"),
     _x86("avx2", "avx2", "fma", "f16c"),
     Target("generic", (), frozenset()),
 )
@@ -176,7 +185,11 @@ def run_compiler(*arguments: str) -> str:
 
 
 def load_kernels(path: Path) -> None:
-    """Register the kernels of the library at `path` and size their thread pool; idempotent."""
+    """Register the kernels of the library at `path` and size their thread pool; idempotent.
+
+    Its C entries become visible to the compiled stages that call them.
+    """
+    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     torch.ops.load_library(str(path))
     set_num_threads(default_threads())
 

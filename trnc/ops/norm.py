@@ -8,7 +8,8 @@ from torch import Tensor
 from trnc.ops.library import declare
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` in plain torch."""
     scale = torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + eps)
     return x * scale * weight.to(x.dtype)
 
@@ -18,7 +19,8 @@ def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.empty_like(x)
 
 
-def _silu_mul(gate_up: Tensor) -> Tensor:
+def reference_silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu_mul` in plain torch."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
@@ -29,12 +31,12 @@ def _silu_mul_fake(gate_up: Tensor) -> Tensor:
 
 declare(
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
-    reference=_rms_norm,
+    reference=reference_rms_norm,
     fake=_rms_norm_fake,
 )
 declare(
     "silu_mul(Tensor gate_up) -> Tensor",
-    reference=_silu_mul,
+    reference=reference_silu_mul,
     fake=_silu_mul_fake,
 )
 

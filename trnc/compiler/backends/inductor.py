@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from trnc.compiler.backends.lowering import DIRECT_CALLS, fuse, lowering_digest
 from trnc.compiler.trace import without_warnings
 from trnc.errors import CompileError
 from trnc.ops.native import Target, kernel_factors
@@ -23,7 +24,9 @@ from trnc.ops.native import Target, kernel_factors
 STAGE_FILE = "stage.so"
 # Vector width in bits and architecture level of the code that Inductor generates for a target.
 _CODEGEN = {
+    "amx": (512, "x86-64-v4"),
     "avx512": (512, "x86-64-v4"),
+    "avxvnni": (256, "x86-64-v3"),
     "avx2": (256, "x86-64-v3"),
     "generic": (0, ""),
 }
@@ -44,6 +47,7 @@ def stage_factors(graph_digest: str, target: Target) -> dict[str, str]:
     """Everything that can change the bytes of a compiled stage."""
     return {
         "digest": graph_digest,
+        "lowering": lowering_digest(),
         "backend": "inductor",
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "compiler": kernel_factors(target)["compiler"],
@@ -63,10 +67,15 @@ def compile_stage(program: ExportedProgram, target: Target, out: Path) -> None:
     example = tuple(program.example_inputs[0]) if program.example_inputs else ()
     scratch = out / "scratch"
     scratch.mkdir()
-    settings = options(target) | {"aot_inductor.output_path": str(scratch / STAGE_FILE)}
+    settings = options(target) | {
+        "aot_inductor.output_path": str(scratch / STAGE_FILE),
+        "aot_inductor.custom_ops_to_c_shims": {op: [c] for op, c in DIRECT_CALLS.items()},
+    }
+    module = program.module()
+    fuse(module)
     try:
         with without_warnings():
-            aot_compile(program.module(), example, options=settings)
+            aot_compile(module, example, options=settings)
     except Exception as error:
         raise CompileError(f"AOTInductor failed: {error}") from error
     _keep_only_outputs(scratch, out)

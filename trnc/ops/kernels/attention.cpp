@@ -195,6 +195,14 @@ float softmax(float* scores, int64_t valid, float* sums) {
   return top;
 }
 
+// Asks for a block's keys or values: each lies elsewhere in memory, so hardware does not look ahead.
+template <class T>
+[[gnu::always_inline]] inline void prefetch_page(const Problem& p, const Tile& tile, const void* pages, int64_t block) {
+  if (block * p.keys.page_size >= p.sequence(tile).start) return;
+  const int64_t bytes = p.keys.head_dim * p.keys.page_size * static_cast<int64_t>(sizeof(T));
+  prefetch(static_cast<const T*>(pages) + p.page_offset(tile, block), bytes);
+}
+
 // Leaves in scratch the softmax of each row over its keys in one segment.
 template <class T>
 void attend_segment(const Problem& p, const Tile& tile, int64_t segment, Scratch& s) {
@@ -208,6 +216,7 @@ void attend_segment(const Problem& p, const Tile& tile, int64_t segment, Scratch
   for (int64_t block = first; block <= last; ++block) {
     const auto [begin, end] = reach(p, tile, block);
     float* scores = s.scores.data() + block * size - from;
+    block < last ? prefetch_page<T>(p, tile, p.keys.k_pages, block + 1) : prefetch_page<T>(p, tile, p.keys.v_pages, first);
     if (in_place(block)) {
       const T* page = static_cast<const T*>(p.keys.k_pages) + p.page_offset(tile, block);
       score_block(p, tile, begin, Block<T>{page, size}, scores, s);
@@ -223,6 +232,7 @@ void attend_segment(const Problem& p, const Tile& tile, int64_t segment, Scratch
   for (int64_t block = first; block <= last; ++block) {
     const auto [begin, end] = reach(p, tile, block);
     const float* weights = s.scores.data() + block * size - from;
+    if (block < last) prefetch_page<T>(p, tile, p.keys.v_pages, block + 1);
     if (in_place(block)) {
       const T* page = static_cast<const T*>(p.keys.v_pages) + p.page_offset(tile, block);
       weigh_block(p, tile, block, begin, Block<T>{page, p.width}, weights, s);

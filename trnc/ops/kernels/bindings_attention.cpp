@@ -74,7 +74,7 @@ Tensor paged_attention_op(const Tensor& q, const Tensor& k_new, const Tensor& v_
   STD_TORCH_CHECK(q.size(1) % keys.kv_heads == 0, "q: ", q.size(1), " heads do not divide into groups of ",
                   keys.kv_heads, " key-value heads");
   check_sequences(keys, q.size(0), k_pages.size(0), false);
-  Tensor out = empty(q, {q.size(0), q.size(1), keys.head_dim}, ScalarType::Float);
+  Tensor out = empty({q.size(0), q.size(1), keys.head_dim}, ScalarType::Float);
   paged_attention(keys, read<float>(q), write<float>(out), q.size(0), q.size(1), static_cast<float>(scale));
   return out;
 }
@@ -88,6 +88,17 @@ void kv_write_op(Tensor k_pages, Tensor v_pages, const Tensor& k_new, const Tens
 
 }  // namespace
 }  // namespace trnc
+
+TRNC_SHIM aoti_torch_cpu_paged_attention(AtenTensorHandle q, AtenTensorHandle k_new, AtenTensorHandle v_new,
+                                         AtenTensorHandle k_pages, AtenTensorHandle v_pages,
+                                         AtenTensorHandle block_tables, AtenTensorHandle sequences, double scale,
+                                         AtenTensorHandle* result) {
+  using trnc::borrow;
+  return trnc::give(result, [=] {
+    return trnc::paged_attention_op(borrow(q), borrow(k_new), borrow(v_new), borrow(k_pages), borrow(v_pages),
+                                    borrow(block_tables), borrow(sequences), scale);
+  });
+}
 
 STABLE_TORCH_LIBRARY_IMPL(trnc, CPU, m) {
   m.impl("paged_attention", TORCH_BOX(&trnc::paged_attention_op));

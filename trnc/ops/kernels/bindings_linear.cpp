@@ -29,27 +29,47 @@ void check_packed(const Tensor& weight, const char* name, Format format, int64_t
                   " tiles of ", tile_bytes(format, width));
 }
 
-Tensor linear_op(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                 std::string_view format_name, int64_t out_features) {
-  check(x, "linear: x", ScalarType::Float, 2);
-  const Format format = format_named(std::string(format_name));
-  Tensor out = empty(x, {x.size(0), out_features}, ScalarType::Float);
-  Linear op{read<float>(x), read<uint8_t>(weight), nullptr, write<float>(out), x.size(0), x.size(1), out_features};
-  check_packed(weight, "linear: weight", format, op.in_features, op.tiles());
-  if (bias) {
-    check(*bias, "linear: bias", ScalarType::Float, 1);
-    STD_TORCH_CHECK(bias->size(0) == out_features, "linear: bias has ", bias->size(0), " elements, not ", out_features);
-    op.bias = read<float>(*bias);
+// Throws unless an optional tensor of `shape` fits; returns its data, or null.
+const float* optional_data(const std::optional<Tensor>& tensor, const char* name, std::initializer_list<int64_t> shape) {
+  if (!tensor) return nullptr;
+  check(*tensor, name, ScalarType::Float, static_cast<int64_t>(shape.size()));
+  int64_t dim = 0;
+  for (int64_t size : shape) {
+    STD_TORCH_CHECK(tensor->size(dim) == size, name, " has ", tensor->size(dim), " elements, not ", size);
+    ++dim;
   }
+  return read<float>(*tensor);
+}
+
+Tensor fused_linear_op(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                       const std::optional<Tensor>& norm, const std::optional<Tensor>& residual,
+                       std::string_view format_name, int64_t out_features, double eps, bool gated) {
+  check(x, "linear: x", ScalarType::Float, 2);
+  const int64_t rows = x.size(0), in_features = gated ? x.size(1) / 2 : x.size(1);
+  STD_TORCH_CHECK(!gated || (x.size(1) % 2 == 0 && !norm), "linear: gated rows have an even width and no norm");
+  const Format format = format_named(std::string(format_name));
+  Tensor out = empty({rows, out_features}, ScalarType::Float);
+  Linear op{read<float>(x), read<uint8_t>(weight), write<float>(out), rows, in_features, out_features};
+  check_packed(weight, "linear: weight", format, in_features, op.tiles());
+  op.bias = optional_data(bias, "linear: bias", {out_features});
+  op.norm = optional_data(norm, "linear: norm", {in_features});
+  op.residual = optional_data(residual, "linear: residual", {rows, out_features});
+  op.eps = static_cast<float>(eps);
+  op.gated = gated;
   format == Format::f32 || format == Format::bf16 ? linear_dense(op, format) : linear_grouped(op, format);
   return out;
+}
+
+Tensor linear_op(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, std::string_view format,
+                 int64_t out_features) {
+  return fused_linear_op(x, weight, bias, std::nullopt, std::nullopt, format, out_features, 0.0, false);
 }
 
 Tensor embedding_op(const Tensor& ids, const Tensor& weight, std::string_view format_name, int64_t width) {
   check(ids, "embedding: ids", ScalarType::Long, 1);
   const Format format = format_named(std::string(format_name));
   check_packed(weight, "embedding: weight", format, width, 1);
-  Tensor out = empty(weight, {ids.size(0), width}, ScalarType::Float);
+  Tensor out = empty({ids.size(0), width}, ScalarType::Float);
   const int64_t* id = read<int64_t>(ids);
   const int64_t rows = ids.size(0), limit = weight.size(0) * kTileWidth;
   for (int64_t row = 0; row < rows; ++row) {
@@ -71,7 +91,7 @@ Tensor rms_norm_op(const Tensor& x, const Tensor& weight, double eps) {
   check(weight, "rms_norm: weight", ScalarType::Float, 1);
   const int64_t rows = x.size(0), width = x.size(1);
   STD_TORCH_CHECK(weight.size(0) == width, "rms_norm: weight has ", weight.size(0), " elements, x ", width);
-  Tensor out = empty(x, {rows, width}, ScalarType::Float);
+  Tensor out = empty({rows, width}, ScalarType::Float);
   rms_norm(read<float>(x), read<float>(weight), write<float>(out), rows, width, static_cast<float>(eps));
   return out;
 }
@@ -80,7 +100,7 @@ Tensor silu_mul_op(const Tensor& gate_up) {
   check(gate_up, "silu_mul: gate_up", ScalarType::Float, 2);
   const int64_t rows = gate_up.size(0), width = gate_up.size(1) / 2;
   STD_TORCH_CHECK(gate_up.size(1) % 2 == 0, "silu_mul: gate_up must have an even width");
-  Tensor out = empty(gate_up, {rows, width}, ScalarType::Float);
+  Tensor out = empty({rows, width}, ScalarType::Float);
   silu_mul(read<float>(gate_up), write<float>(out), rows, width);
   return out;
 }
@@ -95,6 +115,16 @@ int64_t num_threads_op() { return num_threads(); }
 }  // namespace
 }  // namespace trnc
 
+TRNC_SHIM aoti_torch_cpu_fused_linear(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle* bias,
+                                      AtenTensorHandle* norm, AtenTensorHandle* residual, const char* format,
+                                      int64_t out_features, double eps, int32_t gated, AtenTensorHandle* result) {
+  using trnc::borrow;
+  return trnc::give(result, [=] {
+    return trnc::fused_linear_op(borrow(x), borrow(weight), borrow(bias), borrow(norm), borrow(residual), format,
+                                 out_features, eps, gated != 0);
+  });
+}
+
 STABLE_TORCH_LIBRARY_FRAGMENT(trnc, m) {
   m.def("set_num_threads(int n) -> ()");
   m.def("num_threads() -> int");
@@ -107,6 +137,7 @@ STABLE_TORCH_LIBRARY_IMPL(trnc, CompositeExplicitAutograd, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(trnc, CPU, m) {
   m.impl("linear", TORCH_BOX(&trnc::linear_op));
+  m.impl("fused_linear", TORCH_BOX(&trnc::fused_linear_op));
   m.impl("embedding", TORCH_BOX(&trnc::embedding_op));
   m.impl("rms_norm", TORCH_BOX(&trnc::rms_norm_op));
   m.impl("silu_mul", TORCH_BOX(&trnc::silu_mul_op));

@@ -26,14 +26,14 @@ Tensor logit_bias_op(const Tensor& logits, const Tensor& ids, const Tensor& valu
     const int32_t id = read<int32_t>(ids)[i];
     STD_TORCH_CHECK(id < vocab, "ids: ", id, " is not in a vocabulary of ", vocab);
   }
-  Tensor out = empty(logits, {rows, vocab}, ScalarType::Float);
+  Tensor out = empty({rows, vocab}, ScalarType::Float);
   logit_bias(read<float>(logits), read<int32_t>(ids), read<float>(values), write<float>(out), rows, vocab, entries);
   return out;
 }
 
 Tensor sample_greedy_op(const Tensor& logits) {
   check_logits(logits);
-  Tensor out = empty(logits, {logits.size(0)}, ScalarType::Long);
+  Tensor out = empty({logits.size(0)}, ScalarType::Long);
   sample_greedy(read<float>(logits), write<int64_t>(out), logits.size(0), logits.size(1));
   return out;
 }
@@ -50,7 +50,7 @@ Tensor sample_op(const Tensor& logits, const Tensor& temperature, const Tensor& 
   check_rows(output_index, "output_index", ScalarType::Long, rows);
   const SamplingRows params{read<float>(temperature), read<int32_t>(top_k), read<float>(top_p),
                             read<float>(min_p), read<int64_t>(seed), read<int64_t>(output_index)};
-  Tensor out = empty(logits, {rows}, ScalarType::Long);
+  Tensor out = empty({rows}, ScalarType::Long);
   sample(read<float>(logits), params, write<int64_t>(out), rows, logits.size(1));
   return out;
 }
@@ -64,9 +64,9 @@ std::tuple<Tensor, Tensor, Tensor> logprobs_op(const Tensor& logits, const Tenso
     const int64_t id = read<int64_t>(chosen)[r];
     STD_TORCH_CHECK(id >= 0 && id < vocab, "chosen: ", id, " is not in a vocabulary of ", vocab);
   }
-  Tensor picked = empty(logits, {rows}, ScalarType::Float);
-  Tensor ids = empty(logits, {rows, top}, ScalarType::Int);
-  Tensor values = empty(logits, {rows, top}, ScalarType::Float);
+  Tensor picked = empty({rows}, ScalarType::Float);
+  Tensor ids = empty({rows, top}, ScalarType::Int);
+  Tensor values = empty({rows, top}, ScalarType::Float);
   logprobs(read<float>(logits), read<int64_t>(chosen), write<float>(picked), write<int32_t>(ids),
            write<float>(values), rows, vocab, top);
   return {picked, ids, values};

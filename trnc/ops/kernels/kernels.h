@@ -24,12 +24,18 @@ constexpr int64_t tile_bytes(Format format, int64_t in_features) {
   return 0;
 }
 
+// out = prologue(x) W^T + bias + residual. The prologue of a row is RMSNorm where there is a `norm`, silu(a) * b of
+// its halves where it is `gated`, or nothing.
 struct Linear {
-  const float* x;         // [rows, in_features]
+  const float* x;         // [rows, in_features], or twice as wide where gated
   const uint8_t* weight;  // packed
-  const float* bias;      // [out_features], or null
   float* out;             // [rows, out_features]
   int64_t rows, in_features, out_features;
+  const float* bias = nullptr;      // [out_features]
+  const float* residual = nullptr;  // [rows, out_features]
+  const float* norm = nullptr;      // [in_features]
+  float eps = 0.0f;
+  bool gated = false;
 
   int64_t tiles() const { return (out_features + kTileWidth - 1) / kTileWidth; }
 };

@@ -1,5 +1,7 @@
 // f32 and bf16 weights: lanes are output features, and each adds up its products over k in sequence with
 // one fma each. bf16 is widened exactly.
+#include <vector>
+
 #include "parallel.h"
 #include "tiles.h"
 
@@ -65,6 +67,22 @@ void multiply_rows(const Linear& op, int64_t tile, int64_t begin, int64_t end, i
   }
 }
 
+// The same product of rows that have been through the prologue.
+Linear with_prepared_rows(const Linear& op) {
+  if (!op.norm && !op.gated) return op;
+  static thread_local std::vector<float> prepared;
+  prepared.resize(op.rows * op.in_features);
+  float* const to = prepared.data();
+  parallel_for(op.rows, std::max<int64_t>(1, kSpanProducts / 8 / op.in_features), [=, &op](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) prepare_row(op, row, to + row * op.in_features);
+  });
+  Linear plain = op;
+  plain.x = to;
+  plain.norm = nullptr;
+  plain.gated = false;
+  return plain;
+}
+
 template <class F>
 void run(const Linear& op, int64_t ldw) {
   const int64_t tiles = op.tiles(), strips = (tiles + kTiles - 1) / kTiles;
@@ -88,8 +106,9 @@ void run(const Linear& op, int64_t ldw) {
 
 void linear_dense(const Linear& op, Format format) {
   if (op.rows == 0) return;
+  const Linear plain = with_prepared_rows(op);
   const int64_t ldw = tile_bytes(format, op.in_features);
-  return format == Format::f32 ? run<F32>(op, ldw) : run<BF16>(op, ldw);
+  return format == Format::f32 ? run<F32>(plain, ldw) : run<BF16>(plain, ldw);
 }
 
 }  // namespace trnc

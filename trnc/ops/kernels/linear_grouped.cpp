@@ -1,42 +1,26 @@
-// Grouped integer weights times activations quantised here to int16, per row and group of 32.
-//
-// int8 would be faster where the work is bound by arithmetic, but its error is what the answers of a small
-// model turn on: a few large channels cost the others of their group their digits. An int16 is two int8
-// digits, 256 * high + low, so the integer dot products of bytes serve for both, and the weights, which
-// bound the work for few rows, are read once.
+// Grouped integer weights times quantised activations (quantize.h).
 //
 // One output adds up, group after group, acc = fma(float(dot), scale_w * scale_a, acc), where dot is the
 // exact integer sum of the group, and for formats with offsets acc = fma(offset_w, scale_a * sum(a), acc).
 // Formats that store q + bias start the integer sum at -bias * sum(a) instead. Nothing of this depends on
-// how rows are blocked.
-#include <cmath>
-#include <cstring>
+// how rows are blocked, nor on whether vectors or the matrix unit made the integer sum.
 #include <vector>
 
+#include "matrix_unit.h"
 #include "parallel.h"
+#include "quantize.h"
 #include "tiles.h"
 
 namespace trnc {
 namespace {
 
-constexpr int kRows = kWide ? 8 : 4;          // rows that share one unpacking of the weights
-constexpr int64_t kChunkBytes = 128 * 1024;   // quantised rows that stay in L2 while tiles stream
-constexpr int64_t kSpanProducts = 1 << 17;    // multiplications that are worth claiming a span for
-constexpr float kLargest = 127.0f * 256.0f;   // so that the high digit fits an int8 after rounding
+constexpr int kRows = kWide ? 8 : 4;         // rows of a vector kernel that share one unpacking of the weights
+constexpr int64_t kVectorRows = 12;          // so few rows do not repay what the matrix unit needs unpacked
+constexpr int64_t kChunkBytes = 256 * 1024;  // quantised rows that stay in L2 while tiles stream
+constexpr int64_t kSpanElements = 2048;      // elements that are worth claiming a span for, to quantise
+constexpr int64_t kSpanProducts = 1 << 17;   // multiplications that are worth claiming a span for
 
-// A record holds one group of a block of rows: all rows' high digits, then the low ones, the scales, and the
-// corrections for the format's offset or bias.
-constexpr int64_t kRowBytes = 2 * kGroup + 8;
-
-template <class Byte>
-struct Record {
-  Byte* at;
-  int64_t rows;
-  Byte* high(int64_t row) const { return at + row * kGroup; }
-  Byte* low(int64_t row) const { return at + (rows + row) * kGroup; }
-  Byte* scale(int64_t row) const { return at + 2 * rows * kGroup + row * 4; }
-  Byte* correction(int64_t row) const { return at + rows * (2 * kGroup + 4) + row * 4; }
-};
+constexpr int64_t kPrefetchBytes = 4096;     // weights asked for ahead of their use; hardware looks less far
 
 struct Int8 {
   static constexpr int kBlocks = 8, kBias = kInt8Bias;
@@ -54,73 +38,50 @@ struct Int4Symmetric {
 template <class F>
 constexpr int64_t record_bytes() { return F::kBlocks * 64 + (F::kOffset ? 64 : 32); }
 
-template <class T>
-T read_as(const uint8_t* p) {
-  T value;
-  std::memcpy(&value, p, sizeof value);
-  return value;
-}
+// The activations of one product. All blocks but the last hold kBlockRows; it has room for `last`.
+struct Rows {
+  uint8_t* at;
+  int64_t count, groups, last;
 
-int32_t sum_lanes(I32x16 a) {
-  int32_t lane[kLanes], total = 0;
-  store(lane, a);
-  for (int32_t value : lane) total += value;
-  return total;
-}
+  int64_t places() const { return (blocks() - 1) * kBlockRows + last; }
+  int64_t blocks() const { return (count + kBlockRows - 1) / kBlockRows; }
+  int64_t room(int64_t block) const { return block + 1 < blocks() ? kBlockRows : last; }
+  Record<uint8_t> record(int64_t block) const {
+    return {at + block * kBlockRows * groups * kRowBytes, room(block)};
+  }
+  Record<const uint8_t> read(int64_t block) const { return {record(block).at, room(block)}; }
+};
 
-int32_t max_lanes(I32x16 a) {
-  int32_t lane[kLanes], largest = 0;
-  store(lane, a);
-  for (int32_t value : lane) largest = std::max(largest, value);
-  return largest;
-}
-
-template <class T>
-void write_as(uint8_t* p, T value) {
-  std::memcpy(p, &value, sizeof value);
-}
-
-// Stores 16 int16 as two digits.
-void store_digits(uint8_t* high, uint8_t* low, I32x16 q) {
-  const I32x16 rounded = shift_right<8>(q + broadcast(128));
-  store_i8(reinterpret_cast<int8_t*>(high), rounded);
-  store_i8(reinterpret_cast<int8_t*>(low), q - shift_left<8>(rounded));
-}
-
-// Quantises 32 values. The largest magnitude is found among bit patterns, which order like magnitudes
-// and put NaN on top: a group that holds one gets the scale NaN, and so do the outputs it takes part in.
+// Quantises row `row`, or fills its place with zeros where it is past the last one.
 template <class F>
-void quantize_group(const float* x, Record<uint8_t> record, int64_t row) {
-  const F32x16 first = load(x), second = load(x + kLanes);
-  const I32x16 magnitude = broadcast(0x7fffffff);
-  const int32_t top = max_lanes(max(as_int(first) & magnitude, as_int(second) & magnitude));
-  const float amax = read_as<float>(reinterpret_cast<const uint8_t*>(&top));
-  const float scale = amax / kLargest;
-  const F32x16 inverse = broadcast(amax > 1e-30f && amax < 1e38f ? kLargest / amax : 0.0f);
-  const I32x16 q_first = to_int(first * inverse), q_second = to_int(second * inverse);
-  store_digits(record.high(row), record.low(row), q_first);
-  store_digits(record.high(row) + kLanes, record.low(row) + kLanes, q_second);
-  const int32_t sum = sum_lanes(q_first + q_second);
-  write_as(record.scale(row), scale);
+void quantize_row(const Linear& op, const Rows& rows, int64_t row) {
+  static thread_local std::vector<float> scratch;
+  scratch.resize(op.in_features);
+  const float* x = row < rows.count ? prepare_row(op, row, scratch.data()) : nullptr;
+  Record<uint8_t> record = rows.record(row / kBlockRows);
+  for (int64_t group = 0; group < rows.groups; ++group, record = record.next()) {
+    if (x) quantize_group<F::kBias>(x + group * kGroup, record, row % kBlockRows);
+    else clear_row(record, row % kBlockRows);
+  }
+}
+
+// acc += the products of one group of a tile, from their integer sum; `correction` is not in `dot` yet.
+template <class F>
+inline F32x16 add_group(F32x16 acc, I32x16 dot, F32x16 scale, const uint16_t* constants, Record<const uint8_t> record,
+                        int64_t row) {
+  acc = fma(to_float(dot), scale * broadcast(read_as<float>(record.scale(row))), acc);
   if constexpr (F::kOffset) {
-    write_as(record.correction(row), scale * static_cast<float>(sum));
-  } else {
-    write_as(record.correction(row), -F::kBias * sum);
+    acc = fma(load_f16(constants + kLanes), broadcast(read_as<float>(record.correction(row))), acc);
   }
+  return acc;
 }
 
-// Quantises `rows` rows into one block of records.
-template <class F>
-void quantize_block(const float* x, int64_t rows, int64_t width, uint8_t* block) {
-  for (int64_t group = 0; group < width / kGroup; ++group) {
-    const Record<uint8_t> record{block + group * rows * kRowBytes, rows};
-    for (int64_t row = 0; row < rows; ++row) quantize_group<F>(x + row * width + group * kGroup, record, row);
-  }
-}
+// The vector kernel.
 
 // The dot products of R rows' digits with one group of a tile, high and low digits apart.
 template <class F, int R>
-inline void multiply_group(const uint8_t* w, Record<const uint8_t> record, I32x16 (&high)[R], I32x16 (&low)[R]) {
+inline void multiply_group(const uint8_t* w, Record<const uint8_t> record, int64_t row, I32x16 (&high)[R],
+                           I32x16 (&low)[R]) {
 #pragma GCC unroll kUnroll
   for (int b = 0; b < F::kBlocks; ++b) {
     const Bytes64 block = load_bytes(w + b * 64);
@@ -128,87 +89,202 @@ inline void multiply_group(const uint8_t* w, Record<const uint8_t> record, I32x1
       const Bytes64 even = low_nibbles(block), odd = high_nibbles(block);
 #pragma GCC unroll kUnroll
       for (int r = 0; r < R; ++r) {
-        high[r] = dot_u4(high[r], even, read_as<int32_t>(record.high(r) + b * 4));
-        low[r] = dot_u4(low[r], even, read_as<int32_t>(record.low(r) + b * 4));
-        high[r] = dot_u4(high[r], odd, read_as<int32_t>(record.high(r) + 16 + b * 4));
-        low[r] = dot_u4(low[r], odd, read_as<int32_t>(record.low(r) + 16 + b * 4));
+        high[r] = dot_u4(high[r], even, read_as<int32_t>(record.high(row + r) + b * 4));
+        low[r] = dot_u4(low[r], even, read_as<int32_t>(record.low(row + r) + b * 4));
+        high[r] = dot_u4(high[r], odd, read_as<int32_t>(record.high(row + r) + 16 + b * 4));
+        low[r] = dot_u4(low[r], odd, read_as<int32_t>(record.low(row + r) + 16 + b * 4));
       }
     } else {
 #pragma GCC unroll kUnroll
       for (int r = 0; r < R; ++r) {
-        high[r] = dot_u8(high[r], block, read_as<int32_t>(record.high(r) + b * 4));
-        low[r] = dot_u8(low[r], block, read_as<int32_t>(record.low(r) + b * 4));
+        high[r] = dot_u8(high[r], block, read_as<int32_t>(record.high(row + r) + b * 4));
+        low[r] = dot_u8(low[r], block, read_as<int32_t>(record.low(row + r) + b * 4));
       }
     }
   }
 }
 
-// One tile times R rows: acc[r] = sum over groups.
+// One tile times the R rows from `row` on of a block: acc[r] = sum over groups.
 template <class F, int R>
-void multiply_tile(const uint8_t* w, const uint8_t* a, int64_t groups, F32x16* out) {
+void multiply_tile(const uint8_t* w, Record<const uint8_t> record, int64_t row, int64_t groups, F32x16* out) {
   F32x16 acc[R];
   for (int r = 0; r < R; ++r) acc[r] = broadcast(0.0f);
-  for (int64_t group = 0; group < groups; ++group, w += record_bytes<F>(), a += R * kRowBytes) {
-    const Record<const uint8_t> record{a, R};
+  for (int64_t group = 0; group < groups; ++group, w += record_bytes<F>(), record = record.next()) {
+    prefetch(w + kPrefetchBytes, record_bytes<F>());
     I32x16 high[R], low[R];
     for (int r = 0; r < R; ++r) {
       high[r] = broadcast(0);
-      low[r] = broadcast(F::kOffset ? 0 : read_as<int32_t>(record.correction(r)));
+      low[r] = broadcast(F::kOffset ? 0 : read_as<int32_t>(record.correction(row + r)));
     }
-    multiply_group<F, R>(w, record, high, low);
+    multiply_group<F, R>(w, record, row, high, low);
     const auto* constants = reinterpret_cast<const uint16_t*>(w + F::kBlocks * 64);
     const F32x16 scale = load_f16(constants);
 #pragma GCC unroll kUnroll
     for (int r = 0; r < R; ++r) {
-      const F32x16 dot = to_float(shift_left<8>(high[r]) + low[r]);
-      acc[r] = fma(dot, scale * broadcast(read_as<float>(record.scale(r))), acc[r]);
-      if constexpr (F::kOffset) {
-        const F32x16 correction = broadcast(read_as<float>(record.correction(r)));
-        acc[r] = fma(load_f16(constants + kLanes), correction, acc[r]);
-      }
+      acc[r] = add_group<F>(acc[r], shift_left<4>(high[r]) + low[r], scale, constants, record, row + r);
     }
   }
   for (int r = 0; r < R; ++r) out[r] = acc[r];
 }
 
-// Rows begin..end-1 (begin a multiple of kRows) of one tile.
+// One tile times blocks begin..end-1.
 template <class F>
-void multiply_rows(const Linear& op, const uint8_t* quantized, int64_t tile, int64_t begin, int64_t end) {
-  const int64_t groups = op.in_features / kGroup;
-  const uint8_t* w = op.weight + tile * groups * record_bytes<F>();
-  for (int64_t row = begin; row < end; row += kRows) {
-    with_rows<kRows>(end - row, [&](auto rows) {
-      F32x16 acc[rows];
-      multiply_tile<F, rows>(w, quantized + row * groups * kRowBytes, groups, acc);
-      for (int r = 0; r < rows; ++r) finish(op, row + r, tile, acc[r]);
-    });
+void multiply_blocks(const Linear& op, const Rows& rows, int64_t tile, int64_t begin, int64_t end) {
+  const uint8_t* w = op.weight + tile * rows.groups * record_bytes<F>();
+  for (int64_t block = begin; block < end; ++block) {
+    const int64_t first = block * kBlockRows, count = std::min(kBlockRows, rows.count - first);
+    for (int64_t row = 0; row < count; row += kRows) {
+      with_rows<kRows>(count - row, [&](auto n) {
+        F32x16 acc[n];
+        multiply_tile<F, n>(w, rows.read(block), row, rows.groups, acc);
+        for (int r = 0; r < n; ++r) finish(op, first + row + r, tile, acc[r]);
+      });
+    }
   }
+}
+
+#if defined(__AMX_INT8__) && defined(__AMX_TILE__)
+
+// The matrix kernel: a block of rows times a tile is one instruction for each group and digit.
+
+// A tile's weights as the unit takes them: for each group, first 16 * w for the high digits, then w for the low ones.
+// The formats of whole bytes are taken as they lie.
+template <class F>
+const uint8_t* unpack_tile(const uint8_t* w, int64_t groups, uint8_t* panel) {
+  if constexpr (!F::kNibbles) return w;
+  const __m512i low = _mm512_set1_epi8(0x0f), high = _mm512_set1_epi8(static_cast<char>(0xf0));
+  for (int64_t group = 0; group < groups; ++group, w += record_bytes<F>(), panel += 1024) {
+    prefetch(w + kPrefetchBytes, record_bytes<F>());
+    for (int b = 0; b < F::kBlocks; ++b) {
+      const __m512i block = _mm512_loadu_si512(w + b * 64);
+      _mm512_store_si512(panel + b * 64, _mm512_and_si512(_mm512_slli_epi16(block, 4), high));
+      _mm512_store_si512(panel + b * 64 + 256, _mm512_and_si512(block, high));
+      _mm512_store_si512(panel + b * 64 + 512, _mm512_and_si512(block, low));
+      _mm512_store_si512(panel + b * 64 + 768, _mm512_and_si512(_mm512_srli_epi16(block, 4), low));
+    }
+  }
+  return panel - groups * 1024;
+}
+
+uint8_t* panel_scratch(int64_t groups) {
+  static thread_local std::vector<uint8_t> buffer;
+  buffer.resize(groups * 1024 + 64);
+  return buffer.data() + (-reinterpret_cast<uintptr_t>(buffer.data()) & 63);
+}
+
+// Integer sums of 16 rows and 16 columns; of the high and the low digits where they come apart.
+template <class F>
+struct alignas(64) Sums {
+  static constexpr int kParts = F::kNibbles ? 1 : 2;
+  int32_t part[kParts][16 * 16];
+
+  I32x16 row(int r) const {
+    if constexpr (kParts == 1) return load(part[0] + r * 16);
+    else return shift_left<4>(load(part[0] + r * 16)) + load(part[1] + r * 16);
+  }
+};
+
+// The sums of one group.
+template <class F>
+inline void multiply_group(const uint8_t* w, Record<const uint8_t> record, Sums<F>& sums) {
+  tile_load<2>(w);
+  tile_load<3>(record.high(0));
+  tile_multiply<0, 3, 2>();
+  tile_store<0>(sums.part[0]);
+  if constexpr (F::kNibbles) return;
+  tile_load<3>(record.low(0));
+  tile_multiply<1, 3, 2>();
+  tile_store<1>(sums.part[1]);
+}
+
+// A tile times the R rows of a block: acc[r] = sum over groups. `panel` is what unpack_tile returned. The unit works one
+// group ahead of the vectors that scale its sums.
+template <class F, int R>
+void multiply_block(const uint8_t* w, const uint8_t* panel, Record<const uint8_t> record, int64_t groups, F32x16* out) {
+  constexpr int64_t kPanelBytes = F::kNibbles ? 1024 : record_bytes<F>();
+  Sums<F> sums[2];
+  F32x16 acc[R];
+  for (int r = 0; r < R; ++r) acc[r] = broadcast(0.0f);
+  multiply_group<F>(panel, record, sums[0]);
+  for (int64_t group = 0; group < groups; ++group, w += record_bytes<F>()) {
+    const Record<const uint8_t> here = record;
+    record = record.next();
+    if (group + 1 < groups) multiply_group<F>(panel += kPanelBytes, record, sums[(group + 1) % 2]);
+    const auto* constants = reinterpret_cast<const uint16_t*>(w + F::kBlocks * 64);
+    const F32x16 scale = load_f16(constants);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      I32x16 dot = sums[group % 2].row(r);
+      if constexpr (!F::kOffset) dot = dot + broadcast(read_as<int32_t>(here.correction(r)));
+      acc[r] = add_group<F>(acc[r], dot, scale, constants, here, r);
+    }
+  }
+  for (int r = 0; r < R; ++r) out[r] = acc[r];
+}
+
+// One tile times blocks begin..end-1, by the matrix unit.
+template <class F>
+void multiply_blocks_matrix(const Linear& op, const Rows& rows, int64_t tile, int64_t begin, int64_t end, uint8_t* scratch) {
+  const uint8_t* w = op.weight + tile * rows.groups * record_bytes<F>();
+  const uint8_t* panel = unpack_tile<F>(w, rows.groups, scratch);
+  for (int64_t block = begin; block < end; ++block) {
+    F32x16 acc[kBlockRows];
+    const Record<const uint8_t> record = rows.read(block);
+    switch (record.rows) {
+      case 4: multiply_block<F, 4>(w, panel, record, rows.groups, acc); break;
+      case 8: multiply_block<F, 8>(w, panel, record, rows.groups, acc); break;
+      default: multiply_block<F, 16>(w, panel, record, rows.groups, acc);
+    }
+    const int64_t first = block * kBlockRows;
+    for (int64_t r = 0; r < std::min(kBlockRows, rows.count - first); ++r) finish(op, first + r, tile, acc[r]);
+  }
+}
+
+#endif
+
+// Calls multiply(tile, first block, last block) for every tile and chunk of blocks, in parallel; `begin_span()` gives what
+// is to live while a thread works.
+template <class Span, class Multiply>
+void for_tiles(const Linear& op, const Rows& rows, Span&& begin_span, Multiply&& multiply) {
+  const int64_t block_bytes = kBlockRows * rows.groups * kRowBytes;
+  const int64_t chunk = std::max<int64_t>(1, kChunkBytes / block_bytes);
+  const int64_t chunks = (rows.blocks() + chunk - 1) / chunk, tiles = op.tiles();
+  const int64_t products = op.in_features * kTileWidth * std::min(chunk * kBlockRows, op.rows);
+  parallel_for(tiles * chunks, std::max<int64_t>(1, kSpanProducts / products), [&](int64_t begin, int64_t end) {
+    [[maybe_unused]] const auto span = begin_span();
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t block = i / tiles * chunk;
+      multiply(i % tiles, block, std::min(rows.blocks(), block + chunk));
+    }
+  });
+}
+
+// Room for rows in the last block. The matrix kernel knows three heights, and blocks of one product have the same.
+int64_t last_room(int64_t count, bool by_matrix) {
+  if (!by_matrix) return (count - 1) % kBlockRows + 1;
+  return count <= 4 ? 4 : count <= 8 ? 8 : 16;
 }
 
 template <class F>
 void run(const Linear& op) {
   static thread_local std::vector<uint8_t> scratch;
-  const int64_t row_bytes = op.in_features / kGroup * kRowBytes;
-  scratch.resize(op.rows * row_bytes);
-  uint8_t* const quantized = scratch.data();
-  const int64_t blocks = (op.rows + kRows - 1) / kRows;
-  parallel_for(blocks, std::max<int64_t>(1, kSpanProducts / 4 / (kRows * op.in_features)),
-               [&](int64_t begin, int64_t end) {
-                 for (int64_t row = begin * kRows; row < std::min(op.rows, end * kRows); row += kRows) {
-                   quantize_block<F>(op.x + row * op.in_features, std::min<int64_t>(kRows, op.rows - row),
-                                     op.in_features, quantized + row * row_bytes);
-                 }
-               });
-  const int64_t chunk = std::max<int64_t>(1, kChunkBytes / (kRows * row_bytes)) * kRows;
-  const int64_t chunks = (op.rows + chunk - 1) / chunk, tiles = op.tiles();
-  const int64_t products = op.in_features * kTileWidth * std::min(chunk, op.rows);
-  parallel_for(tiles * chunks, std::max<int64_t>(1, kSpanProducts / products),
-               [&](int64_t begin, int64_t end) {
-                 for (int64_t i = begin; i < end; ++i) {
-                   const int64_t row = i / tiles * chunk;
-                   multiply_rows<F>(op, quantized, i % tiles, row, std::min(op.rows, row + chunk));
-                 }
-               });
+  const bool by_matrix = kMatrixUnit && op.rows > kVectorRows && has_matrix_unit();
+  Rows rows{nullptr, op.rows, op.in_features / kGroup, last_room(op.rows, by_matrix)};
+  scratch.resize(rows.places() * rows.groups * kRowBytes);
+  rows.at = scratch.data();
+  parallel_for(rows.places(), std::max<int64_t>(1, kSpanElements / op.in_features), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) quantize_row<F>(op, rows, row);
+  });
+#if defined(__AMX_INT8__) && defined(__AMX_TILE__)
+  if (by_matrix) {
+    const int last = static_cast<int>(rows.last), bytes = F::kNibbles ? 64 : 32;
+    return for_tiles(op, rows, [=] { return MatrixUnit(last, bytes); }, [&](int64_t tile, int64_t begin, int64_t end) {
+      multiply_blocks_matrix<F>(op, rows, tile, begin, end, panel_scratch(rows.groups));
+    });
+  }
+#endif
+  for_tiles(op, rows, [] { return 0; },
+            [&](int64_t tile, int64_t begin, int64_t end) { multiply_blocks<F>(op, rows, tile, begin, end); });
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// simd.h on AVX2, FMA and F16C.
+// simd.h on AVX2, FMA and F16C; with AVX-VNNI where the build has it.
 #pragma once
 
 #include <immintrin.h>
@@ -86,6 +86,22 @@ inline float reduce_max(F32x16 a) {
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
+namespace detail {
+template <class Op>
+int32_t reduce(I32x16 a, Op op) {
+  const __m256i eight = op(a.lo, a.hi);
+  const __m256i four = op(eight, _mm256_permute2x128_si256(eight, eight, 1));
+  const __m256i two = op(four, _mm256_shuffle_epi32(four, 0x4e));
+  return _mm256_cvtsi256_si32(op(two, _mm256_shuffle_epi32(two, 0xb1)));
+}
+}  // namespace detail
+inline int32_t reduce_add(I32x16 a) {
+  return detail::reduce(a, [](__m256i x, __m256i y) { return _mm256_add_epi32(x, y); });
+}
+inline int32_t reduce_max(I32x16 a) {
+  return detail::reduce(a, [](__m256i x, __m256i y) { return _mm256_max_epi32(x, y); });
+}
+
 inline I32x16 operator+(I32x16 a, I32x16 b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
 inline I32x16 operator-(I32x16 a, I32x16 b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
 inline I32x16 operator&(I32x16 a, I32x16 b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
@@ -114,6 +130,10 @@ inline Bytes64 high_nibbles(Bytes64 a) {
 }
 
 namespace detail {
+#if defined(__AVXVNNI__)
+inline __m256i madd4(__m256i acc, __m256i u, __m256i s) { return _mm256_dpbusd_avx_epi32(acc, u, s); }
+inline __m256i madd4_wide(__m256i acc, __m256i u, __m256i s) { return _mm256_dpbusd_avx_epi32(acc, u, s); }
+#else
 // u * s summed over four bytes. maddubs saturates at 16 bits: the caller keeps pairs below that.
 inline __m256i madd4(__m256i acc, __m256i u, __m256i s) {
   return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
@@ -125,6 +145,7 @@ inline __m256i madd4_wide(__m256i acc, __m256i u, __m256i s) {
   const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
   return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
 }
+#endif
 }  // namespace detail
 inline I32x16 dot_u4(I32x16 acc, Bytes64 w, int32_t a) {
   const __m256i four = _mm256_set1_epi32(a);

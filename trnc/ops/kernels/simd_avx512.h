@@ -54,6 +54,9 @@ inline float reduce_max(F32x16 a) {
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
+inline int32_t reduce_add(I32x16 a) { return _mm512_reduce_add_epi32(a.v); }
+inline int32_t reduce_max(I32x16 a) { return _mm512_reduce_max_epi32(a.v); }
+
 inline I32x16 operator+(I32x16 a, I32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline I32x16 operator-(I32x16 a, I32x16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 inline I32x16 operator&(I32x16 a, I32x16 b) { return {_mm512_and_si512(a.v, b.v)}; }

@@ -72,6 +72,17 @@ inline float reduce_max(F32x16 a) {
   return lane[0];
 }
 
+inline int32_t reduce_add(I32x16 a) {
+  int32_t total = 0;
+  for (int i = 0; i < kLanes; ++i) total += a.v[i];
+  return total;
+}
+inline int32_t reduce_max(I32x16 a) {
+  int32_t largest = a.v[0];
+  for (int i = 1; i < kLanes; ++i) largest = a.v[i] > largest ? a.v[i] : largest;
+  return largest;
+}
+
 inline I32x16 operator+(I32x16 a, I32x16 b) { return {a.v + b.v}; }
 inline I32x16 operator-(I32x16 a, I32x16 b) { return {a.v - b.v}; }
 inline I32x16 operator&(I32x16 a, I32x16 b) { return {a.v & b.v}; }

@@ -1,12 +1,12 @@
-// What the linear kernels share: turning a row count known at run time into a template argument, and the
-// epilogue.
+// What the linear kernels share: turning a row count known at run time into a template argument, the prologue
+// and the epilogue.
 #pragma once
 
 #include <algorithm>
 #include <utility>
 
 #include "kernels.h"
-#include "simd.h"
+#include "rows.h"
 
 namespace trnc {
 
@@ -19,12 +19,26 @@ void with_rows(int64_t rows, Fn&& fn) {
   fn(std::integral_constant<int, Max>{});
 }
 
-// Adds the bias and stores one row of one tile.
+// Row `row` of x after the prologue, in place or in `scratch` [in_features].
+inline const float* prepare_row(const Linear& op, int64_t row, float* scratch) {
+  const float* x = op.x + row * op.in_features * (op.gated ? 2 : 1);
+  if (op.gated) {
+    silu_mul_row(x, scratch, op.in_features);
+  } else if (op.norm) {
+    rms_norm_row(x, op.norm, op.eps, scratch, op.in_features);
+  } else {
+    return x;
+  }
+  return scratch;
+}
+
+// Adds the bias and the residual and stores one row of one tile.
 inline void finish(const Linear& op, int64_t row, int64_t tile, F32x16 acc) {
-  const int64_t column = tile * kTileWidth;
+  const int64_t column = tile * kTileWidth, at = row * op.out_features + column;
   const int width = static_cast<int>(std::min(kTileWidth, op.out_features - column));
   if (op.bias) acc = acc + load_n(op.bias + column, width);
-  store_n(op.out + row * op.out_features + column, acc, width);
+  if (op.residual) acc = load_n(op.residual + at, width) + acc;
+  store_n(op.out + at, acc, width);
 }
 
 }  // namespace trnc
