@@ -158,10 +158,13 @@ def trnc_worker() -> None:
     from trnc.engine.messages import Submit
     from trnc.engine.scheduler import Scheduler
     from trnc.presets import load_preset
+    from trnc.runtime.packed_store import packed_root
     from trnc.runtime.start import StartOptions, start_executor
 
     console = Console(stderr=True)
-    options = StartOptions("smollm2-135m", load_preset("batch8"), "inductor", default_root())
+    options = StartOptions(
+        "smollm2-135m", load_preset("batch8"), "inductor", default_root(), packed_root()
+    )
     executor, _, _ = start_executor(
         options,
         lambda *a: compile_missing(*a, jobs=len(os.sched_getaffinity(0)), console=console),

@@ -10,7 +10,7 @@ import pytest
 from tests.cli.command import fails, trnc
 from trnc import __version__
 from trnc.presets import load_preset, preset_names
-from trnc.serve.launch import ServeOptions
+from trnc.serve.listening import ServeOptions
 
 COMMANDS = ["serve", "compile", "generate", "bench", "presets", "pull", "explain-miss", "version"]
 CACHE_COMMANDS = ["path", "ls", "verify", "gc"]

@@ -16,9 +16,8 @@ import pytest
 
 from tests.models.tiny import PRESET
 from tests.runtime.serving import alone, compile_missing
-from trnc.compiler.backends.inductor import STAGE_FILE
 from trnc.compiler.compile import plan_build
-from trnc.compiler.manifest import manifest_key
+from trnc.compiler.manifest import STAGE_FILE, manifest_key
 from trnc.compiler.store import Store
 from trnc.core import SamplingParams
 from trnc.engine.messages import Submit

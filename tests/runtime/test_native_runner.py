@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.models.tiny import PRESET, VOCAB
 from tests.runtime.serving import alone
 from trnc import ops
-from trnc.compiler.backends.inductor import STAGE_FILE
+from trnc.compiler.manifest import STAGE_FILE
 from trnc.compiler.program import build_program
 from trnc.compiler.store import Store
 from trnc.core import SamplingParams, SequencePlan, StepPlan, VariantKey

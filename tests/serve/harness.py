@@ -27,7 +27,7 @@ from trnc.engine.messages import Stats
 from trnc.engine.process import EngineOptions, serve_engine
 from trnc.serve.app import create_app
 from trnc.serve.engine_client import EngineClient, bind_socket
-from trnc.serve.launch import ServeOptions, listen
+from trnc.serve.listening import ServeOptions, listen
 from trnc.serve.model import ServedModel
 
 MODEL = "toy/model"

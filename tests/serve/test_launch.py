@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from trnc.errors import ConfigError
-from trnc.serve.launch import ServeOptions, listen
+from trnc.serve.listening import ServeOptions, listen
 
 
 class Launched:

@@ -40,29 +40,35 @@ def run_engine(endpoint: str, mode: str) -> int:
 
 
 def run_server(port: int, mode: str) -> int:
-    from trnc.serve.launch import ServeOptions, serve
+    from trnc.serve.engine_process import engine_process
+    from trnc.serve.launch import serve
+    from trnc.serve.listening import ServeOptions, listen
     from trnc.serve.model import ServedModel
 
     started = time.perf_counter()
     tokenizer, template = toy_tokenizer()
+    # An engine that is told to stop does so at once, one that hangs never.
+    stop_seconds = 0.3 if mode == "hang" else 600
+    options = ServeOptions(port=port, grace_seconds=1, engine_stop_seconds=stop_seconds)
+
+    def argv(endpoint: str) -> list[str]:
+        return [sys.executable, "-m", __spec__.name, endpoint, mode]
+
     try:
-        return serve(
-            engine_argv=lambda endpoint: [sys.executable, "-m", __spec__.name, endpoint, mode],
-            model=ServedModel(
-                names=("toy",),
-                tokenizer=tokenizer,
-                template=template,
-                defaults=GenerationDefaults(),
-            ),
-            options=ServeOptions(
-                port=port,
-                grace_seconds=1,
-                # An engine that is told to stop does so at once, one that hangs never.
-                engine_stop_seconds=0.3 if mode == "hang" else 600,
-            ),
-            console=Console(),
-            started=started,
-        )
+        with listen(options) as listener, engine_process(argv) as engine:
+            return serve(
+                listener=listener,
+                engine=engine,
+                model=ServedModel(
+                    names=("toy",),
+                    tokenizer=tokenizer,
+                    template=template,
+                    defaults=GenerationDefaults(),
+                ),
+                options=options,
+                console=Console(),
+                started=started,
+            )
     except TrncError as error:
         print(f"error: {error}", flush=True)
         return 1

@@ -92,8 +92,10 @@ class Weights(Mapping[str, Weight]):
         return value
 
 
-def load_weights(source: Source, config: WeightShapes) -> Weights:
+def load_weights(source: Source, config: WeightShapes, file: GgufFile | None = None) -> Weights:
     """Open the weights of a model and check all names and shapes at once; loads no data yet.
+
+    `file` is the model's GGUF file if that is open already.
 
     Raises:
         CheckpointError: a tensor that is missing, not expected, or of another shape; the message
@@ -101,7 +103,7 @@ def load_weights(source: Source, config: WeightShapes) -> Weights:
     """
     expected = weight_shapes(config)
     if source.kind == "gguf":
-        return _open_gguf(source, config, expected)
+        return _open_gguf(file or GgufFile(source.path), config, expected)
     return _open_folder(source, config, expected)
 
 
@@ -242,11 +244,10 @@ def _gguf_name(name: str) -> str:
 
 
 def _open_gguf(
-    source: Source, config: WeightShapes, expected: dict[str, tuple[int, ...]]
+    file: GgufFile, config: WeightShapes, expected: dict[str, tuple[int, ...]]
 ) -> Weights:
-    file = GgufFile(source.path)
     shapes = {name: info.shape for name, info in file.tensors.items()}
-    _check(source.path, shapes, expected, _gguf_name, lambda name: name == "rope_freqs.weight")
+    _check(file.path, shapes, expected, _gguf_name, lambda name: name == "rope_freqs.weight")
     # llama.cpp rotates interleaved pairs in this architecture, and its converter permutes rows.
     permuted = file.metadata["general.architecture"] == "llama"
 

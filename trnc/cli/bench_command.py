@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from trnc.cli.arguments import EngineArguments
 from trnc.cli.console import say
 from trnc.cli.engine_command import start
-from trnc.cli.options import EngineArguments
 from trnc.core import Executor, SamplingParams
 from trnc.engine.messages import Submit
 from trnc.engine.scheduler import Scheduler

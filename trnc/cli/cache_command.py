@@ -1,4 +1,4 @@
-"""`trnc cache`: look at the store of compiled artifacts, check it, clean it."""
+"""`trnc cache`: look at compiled artifacts and packed weights, check them, clean up."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from datetime import timedelta
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from trnc.cli import options
-from trnc.cli.console import say
-from trnc.compiler.store import Entry, Store
+from trnc.cli.console import tell
+from trnc.compiler.store import Collected, Entry, Store
+from trnc.runtime.packed_store import is_stale, packed_root, packed_store
 
-cache_app = typer.Typer(no_args_is_help=True, help="Look at, check and clean compiled artifacts.")
+cache_app = typer.Typer(
+    no_args_is_help=True, help="Look at, check and clean compiled artifacts and packed weights."
+)
 
 
 @cache_app.command()
@@ -25,11 +26,13 @@ def path(store: options.StoreFolder = None) -> None:
 @cache_app.command("ls")
 def list_(store: options.StoreFolder = None) -> None:
     """List every artifact: its kind, size, age and the factors that people tell it by."""
-    console = Console()
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table()
     for column in ("id", "kind", "KiB", "created", "target", "graph or sources"):
         table.add_column(column)
-    entries = _open(store, console).entries()
+    entries = _open(store).entries()
     for entry in entries:
         factors = dict(entry.key.factors)
         table.add_row(
@@ -40,19 +43,23 @@ def list_(store: options.StoreFolder = None) -> None:
             factors.get("target", "-"),
             factors.get("digest", factors.get("sources", "-"))[:12],
         )
-    console.print(table)
-    say(console)(f"{len(entries)} artifacts, {_mib(entries):.1f} MiB")
+    Console().print(table)
+    tell(f"{len(entries)} artifacts, {_mib(entries):.1f} MiB")
+    for entry in _packed().entries():
+        of = dict(entry.key.factors)["checkpoint"] + (", which changed" if is_stale(entry) else "")
+        tell(f"packed weights {entry.key.id[:12]}, {_mib([entry]):.1f} MiB, of {of}")
 
 
 @cache_app.command()
 def verify(store: options.StoreFolder = None) -> None:
     """Check every byte; damaged artifacts are set aside and built again when they are needed."""
-    console = Console()
-    opened = _open(store, console)
-    total = len(opened.entries())
-    damaged = opened.verify()  # the store's log says which and why
-    say(console)(f"{total - len(damaged)} of {total} artifacts are whole")
-    if damaged:
+    whole = True
+    for opened, what in ((_open(store), "artifacts"), (_packed(), "packed weights")):
+        total = len(opened.entries())
+        damaged = opened.verify()  # the store's log says which and why
+        whole = whole and not damaged
+        tell(f"{total - len(damaged)} of {total} {what} are whole")
+    if not whole:
         raise typer.Exit(1)
 
 
@@ -64,19 +71,31 @@ def gc(
         typer.Option(min=0, help="Also remove artifacts created longer ago than so many days."),
     ] = None,
 ) -> None:
-    """Remove what builds that were killed left behind, and artifacts that were set aside."""
-    console = Console()
+    """Remove what builds that were killed left behind, artifacts that were set aside, and packed
+    weights whose checkpoint is gone or changed."""
     age = None if older_than_days is None else timedelta(days=older_than_days)
-    collected = _open(store, console).gc(older_than=age)
-    say(console)(
-        f"removed {len(collected.artifacts)} artifacts and {collected.folders} other folders, "
+    _tell_removed(_open(store).gc(older_than=age), "artifacts")
+    packed = _packed()
+    useful = [entry.key.id for entry in packed.entries() if not is_stale(entry)]
+    _tell_removed(packed.gc(keep=useful), "packed weights without their checkpoint")
+    if age is not None:
+        _tell_removed(packed.gc(older_than=age), "packed weights")
+
+
+def _tell_removed(collected: Collected, what: str) -> None:
+    tell(
+        f"removed {len(collected.artifacts)} {what} and {collected.folders} other folders, "
         f"{collected.size / 2**20:.1f} MiB"
     )
 
 
-def _open(folder: options.StoreFolder, console: Console) -> Store:
-    return Store(root=options.store_root(folder), log=say(console))
+def _open(folder: options.StoreFolder) -> Store:
+    return Store(root=options.store_root(folder), log=tell)
 
 
 def _mib(entries: list[Entry]) -> float:
     return sum(entry.size for entry in entries) / 2**20
+
+
+def _packed() -> Store:
+    return packed_store(packed_root(), tell)

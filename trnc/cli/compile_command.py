@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from trnc.cli.arguments import EngineArguments
 from trnc.cli.console import say
-from trnc.cli.options import EngineArguments
 from trnc.compiler.compile import BuildPlan, build, plan_build
 from trnc.compiler.explain import explain_miss
 from trnc.compiler.manifest import Manifest

@@ -1,12 +1,13 @@
-"""The engine process: `python -m trnc.cli.engine_command ENDPOINT OPTIONS`, started by `serve`.
+"""The engine process: `python -m trnc.cli.engine_command ENDPOINT PARENT OPTIONS`.
 
-OPTIONS is an `EngineArguments` as JSON, so that nothing is parsed twice.
+`serve` starts it. PARENT is the process id of the one that waits for it; OPTIONS is an
+`EngineArguments` as JSON, so that nothing is parsed twice. What is imported is little: imports are
+most of a start with everything cached.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from functools import partial
@@ -14,23 +15,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from rich.console import Console
 
-from trnc.cli.options import EngineArguments
-from trnc.core import Executor
+from trnc.cli.arguments import EngineArguments
 from trnc.engine.process import EngineOptions, Report, serve_engine
 from trnc.presets import load_preset
+from trnc.runtime.torch_import import complete_torch, import_torch, without_collections
 
 if TYPE_CHECKING:
     from trnc.compiler.manifest import Manifest
     from trnc.compiler.program import ProgramConfig
     from trnc.compiler.store import Store
+    from trnc.core import Executor
     from trnc.ops.native import Target
 
 
 def main() -> int:
     """Serve until told to stop; return the exit status."""
-    endpoint, options = sys.argv[1:]
+    endpoint, parent, options = sys.argv[1:]
     arguments = msgspec.json.decode(options, type=EngineArguments)
     logging.basicConfig(level=logging.INFO, format="engine: %(levelname)s %(message)s")
     return serve_engine(
@@ -40,7 +41,7 @@ def main() -> int:
             overlapped=arguments.loop == "overlapped",
             max_waiting=arguments.max_waiting,
             trace=Path(arguments.trace) if arguments.trace else None,
-            parent_pid=os.getppid(),
+            parent_pid=int(parent),
         ),
     )
 
@@ -50,28 +51,36 @@ def start(
 ) -> tuple[Executor, dict[str, float], tuple[str, ...]]:
     """Build the executor; what the store lacks is compiled with a progress bar on stderr."""
     begun = time.perf_counter()
-    from trnc.runtime.start import StartOptions, require_cache, start_executor
-
+    with without_collections():
+        import_torch()
+        if arguments.backend == "eager":
+            complete_torch()  # the reference runs on the whole torch
+        from trnc.runtime.packed_store import packed_root
+        from trnc.runtime.start import StartOptions, require_cache, start_executor
     imports = time.perf_counter() - begun
-
-    def compile_missing(config: ProgramConfig, target: Target, store: Store) -> Manifest:
-        from trnc.cli import compile_command  # a start with everything cached does without
-
-        return compile_command.compile_missing(
-            config, target, store, jobs=arguments.jobs, console=Console(stderr=True)
-        )
-
     executor, timings, features = start_executor(
         StartOptions(
             model=arguments.model,
             preset=load_preset(arguments.preset),
             backend=arguments.backend,
             store=Path(arguments.store),
+            packed=packed_root(),
         ),
-        require_cache if arguments.require_cache else compile_missing,
+        require_cache if arguments.require_cache else partial(_compile_missing, arguments.jobs),
         report,
     )
     return executor, {"imports": imports, **timings}, features
+
+
+def _compile_missing(jobs: int, config: ProgramConfig, target: Target, store: Store) -> Manifest:
+    complete_torch()
+    from rich.console import Console
+
+    from trnc.cli import compile_command  # a start with everything cached does without
+
+    return compile_command.compile_missing(
+        config, target, store, jobs=jobs, console=Console(stderr=True)
+    )
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from rich.console import Console
 from trnc.checkpoint.chat_template import ChatTemplate
 from trnc.checkpoint.source import resolve
 from trnc.checkpoint.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+from trnc.cli.arguments import EngineArguments
 from trnc.cli.console import say
 from trnc.cli.engine_command import start
-from trnc.cli.options import EngineArguments
 from trnc.core import SamplingParams
 from trnc.engine.messages import Submit
 from trnc.engine.offline import run_requests

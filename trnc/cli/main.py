@@ -6,15 +6,14 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from trnc import __version__
 from trnc.checkpoint.source import DEFAULT_MODEL
 from trnc.checkpoint.source import pull as pull_model
 from trnc.cli import options
+from trnc.cli.arguments import EngineArguments, Loop
 from trnc.cli.cache_command import cache_app
-from trnc.cli.console import print_error, say
+from trnc.cli.console import print_error, tell
 from trnc.errors import TrncError
 from trnc.presets import load_preset, preset_names
 
@@ -57,7 +56,7 @@ def serve(
     require_cache: options.RequireCache = False,
     threads: options.Threads = None,
     loop: Annotated[
-        options.Loop,
+        Loop,
         typer.Option(help="'overlapped' plans a step while the last one runs; 'plain' does not."),
     ] = "overlapped",
     max_waiting: Annotated[
@@ -75,10 +74,10 @@ def serve(
 ) -> None:
     """Serve a model over HTTP to OpenAI clients; compile first whatever is not in the store."""
     from trnc.cli.serve_command import run_serve
-    from trnc.serve.launch import ServeOptions
+    from trnc.serve.listening import ServeOptions
 
     options.set_threads(threads)
-    arguments = options.EngineArguments(
+    arguments = EngineArguments(
         model=model,
         preset=preset,
         backend=backend,
@@ -112,7 +111,7 @@ def compile_(
     Prints the variant matrix first: every step, bucket, sampling mode and feature that serving can
     need, and which of the distinct artifacts behind them are in the store already.
     """
-    arguments = options.EngineArguments(
+    arguments = EngineArguments(
         model=model,
         preset=preset,
         backend=backend,
@@ -120,6 +119,8 @@ def compile_(
         jobs=options.job_count(jobs),
         require_cache=False,
     )
+    from rich.console import Console
+
     from trnc.cli.compile_command import run_compile
 
     run_compile(arguments, dry_run=dry_run, console=Console())
@@ -149,7 +150,7 @@ def generate(
     from trnc.core import SamplingParams
 
     options.set_threads(threads)
-    arguments = options.EngineArguments(
+    arguments = EngineArguments(
         model=model,
         preset=preset,
         backend=backend,
@@ -178,7 +179,7 @@ def bench(
     from trnc.cli.bench_command import run_bench
 
     options.set_threads(threads)
-    arguments = options.EngineArguments(
+    arguments = EngineArguments(
         model=model,
         preset=preset,
         backend=backend,
@@ -192,6 +193,9 @@ def bench(
 @app.command()
 def presets() -> None:
     """List the presets that ship with trnc."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table()
     for column in ("name", "sequences", "prefill buckets", "context", "description"):
         table.add_column(column)
@@ -213,9 +217,8 @@ def pull(
     ] = DEFAULT_MODEL,
 ) -> None:
     """Download a model into the user's cache and check it; later starts need no network."""
-    report = say(Console())
-    source = pull_model(model, report=report)
-    report(f"{source.name} is in {source.path}")
+    source = pull_model(model, report=tell)
+    tell(f"{source.name} is in {source.path}")
 
 
 @app.command("explain-miss")
@@ -226,6 +229,8 @@ def explain_miss(
 ) -> None:
     """Say why artifacts are missing: which factor differs from the nearest one in the store."""
     loaded = load_preset(preset)
+    from rich.console import Console
+
     from trnc.cli.compile_command import run_explain
 
     run_explain(model, loaded, options.store_root(store), Console())

@@ -3,39 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from trnc.checkpoint.source import DEFAULT_MODEL
+from trnc.cli.arguments import Backend
 from trnc.compiler.store import default_root
 from trnc.errors import ConfigError
-from trnc.presets import load_preset
-
-Backend = Literal["inductor", "eager"]
-Loop = Literal["overlapped", "plain"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineArguments:
-    """What an engine is started with; every command that runs a model takes these options."""
-
-    model: str
-    preset: str
-    backend: Backend
-    store: str
-    jobs: int
-    require_cache: bool
-    loop: Loop = "overlapped"
-    max_waiting: int | None = None
-    trace: str | None = None
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for a wrong preset, before anything slow is loaded or downloaded."""
-        load_preset(self.preset)
-
 
 Model = Annotated[
     str,

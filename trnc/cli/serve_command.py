@@ -1,43 +1,55 @@
 """`trnc serve`: what the API process knows of the model, and how it starts its engine.
 
-This process never imports torch, so it is up, and says what is going on, long before the engine is.
+This process never imports torch. It starts the engine as soon as it knows with what, and imports
+what it serves with meanwhile.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
 
 import msgspec
-from rich.console import Console
 
 from trnc import __version__
 from trnc.checkpoint.source import resolve
-from trnc.cli.console import say
-from trnc.cli.options import EngineArguments
-from trnc.serve.launch import ServeOptions, serve
-from trnc.serve.model import load_model
+from trnc.cli.arguments import EngineArguments
+from trnc.cli.console import say, tell
+from trnc.serve.engine_process import engine_process
+from trnc.serve.listening import ServeOptions, listen
 
 
 def run_serve(arguments: EngineArguments, options: ServeOptions, *, names: tuple[str, ...]) -> int:
     """Serve until stopped and return the exit status. Raises TrncError for what is wrong."""
     started = time.perf_counter() - time.process_time()
-    console = Console()
-    source = resolve(arguments.model, report=say(console))
-    say(console)(
-        f"trnc {__version__}: model {source.name}, preset {arguments.preset},"
-        f" backend {arguments.backend}, store {arguments.store}"
-    )
+    source = resolve(arguments.model, report=tell)
     encoded = msgspec.json.encode(arguments).decode()
+    module = "trnc.cli.engine_command"
 
     def engine_argv(endpoint: str) -> Sequence[str]:
-        return [sys.executable, "-m", "trnc.cli.engine_command", endpoint, encoded]
+        return [sys.executable, "-m", module, endpoint, str(os.getpid()), encoded]
 
-    return serve(
-        engine_argv=engine_argv,
-        model=load_model(source, names=names),
-        options=options,
-        console=console,
-        started=started,
-    )
+    # Until the server handles it: leave through the blocks below, which stop the engine.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with listen(options) as listener, engine_process(engine_argv) as engine:
+        from rich.console import Console
+
+        console = Console()
+        say(console)(
+            f"trnc {__version__}: model {source.name}, preset {arguments.preset},"
+            f" backend {arguments.backend}, store {arguments.store}"
+        )
+        from trnc.serve.launch import serve
+        from trnc.serve.model import load_model
+
+        return serve(
+            listener=listener,
+            engine=engine,
+            model=load_model(source, names=names),
+            options=options,
+            console=console,
+            started=started,
+        )

@@ -22,6 +22,7 @@ from trnc.core import VariantKey
 from trnc.ops.native import Target
 
 MANIFEST_FILE = "manifest.json"
+STAGE_FILE = "stage.so"  # of the artifact of a stage
 _SOURCES = ("core.py", "presets.py", "models", "ops", "compiler")
 
 

@@ -7,8 +7,9 @@
     quarantine/<id>-<n>/            damaged artifacts, kept for people until `gc`
 
 An artifact is visible when it is whole, or not at all: a killed build leaves only its folder in
-`building/`. Reading takes no lock and needs no write permission. Every reader checks every byte. A
-damaged artifact is set aside, and nothing else is ever deleted for it.
+`building/`. Reading takes no lock and needs no write permission. Every reader checks every byte,
+except of files beyond a store's `hash_limit`. A damaged artifact is set aside, and nothing else is
+ever deleted for it.
 
 The locks are `flock`s: the kernel drops them with their process. A build that forks children which
 outlive it keeps the lock until they end.
@@ -97,12 +98,16 @@ class Collected:
 class Store:
     """The artifacts below one folder."""
 
-    def __init__(self, *, root: Path, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, *, root: Path, log: Callable[[str], None], hash_limit: int | None = None
+    ) -> None:
         """Use the store in `root`; the first build creates it.
 
-        `log` gets one line for each thing that a person should know.
+        `log` gets one line for each thing that a person should know. Of files with more than
+        `hash_limit` bytes only the size is checked, except by `verify`; None: no file is so large.
         """
         self.root = root
+        self._hash_limit = hash_limit
         self.builds = 0  # how many artifacts this object has built
         self._log = log
 
@@ -119,18 +124,18 @@ class Store:
             StoreError: the folder may not be read.
         """
         path = self._path(id)
-        if _damage(path, id) is None:
+        if _damage(path, id, self._hash_limit) is None:
             return path
         if not path.exists():
             return None
         try:
             with self._lock(id):
-                return self._get_locked(id)
+                return self._get_locked(id, self._hash_limit)
         except OSError as error:
             if error.errno not in _NO_PERMISSION | _NO_ROOM:
                 raise
             self._log(
-                f"store: artifact {id[:12]} is damaged ({_damage(path, id)}) and"
+                f"store: artifact {id[:12]} is damaged ({_damage(path, id, self._hash_limit)}) and"
                 f" cannot be set aside, as {self.root} cannot be written ({error.strerror})"
             )
             return None
@@ -147,7 +152,8 @@ class Store:
         if (found := self.get(key)) is not None:
             return found
         with self._explaining(), self._lock(key.id):
-            return self._get_locked(key.id) or self._build_locked(key, build)
+            found = self._get_locked(key.id, self._hash_limit)
+            return found or self._build_locked(key, build)
 
     def discard(self, id: str) -> None:
         """Remove one artifact, unless somebody is building it."""
@@ -168,12 +174,12 @@ class Store:
         """Check every byte of every artifact; set damaged ones aside and return them."""
         damaged = []
         for path in self._objects():
-            reason = _damage(path, path.name)
+            reason = _damage(path, path.name, None)
             if reason is None:
                 continue
             damaged.append(Damage(path.name, reason))
             with self._explaining(), self._lock(path.name):
-                self._get_locked(path.name)
+                self._get_locked(path.name, None)
         return damaged
 
     def quarantined(self, id: str) -> list[Path]:
@@ -213,11 +219,11 @@ class Store:
     def _objects(self) -> list[Path]:
         return [path for shard in _folders(self.root / "objects") for path in _folders(shard)]
 
-    def _get_locked(self, id: str) -> Path | None:
+    def _get_locked(self, id: str, hash_limit: int | None) -> Path | None:
         """Return the artifact's folder, or set it aside if it is damaged. The caller has the lock,
         so a folder that another process has just rebuilt is not taken for the damaged one."""
         path = self._path(id)
-        reason = _damage(path, id)
+        reason = _damage(path, id, hash_limit)
         if reason is None:
             return path
         if path.exists():
@@ -367,10 +373,11 @@ def _read_entry(path: Path) -> Entry:
     )
 
 
-def _damage(path: Path, id: str) -> str | None:
+def _damage(path: Path, id: str, hash_limit: int | None) -> str | None:
     """Say what is wrong with the artifact in `path`, or None if every byte is as recorded.
 
-    Files that the record does not name are not looked at.
+    Of files with more than `hash_limit` bytes only the size is compared. Files that the record does
+    not name are not looked at.
     """
     try:
         record = _read_record(path)
@@ -379,7 +386,8 @@ def _damage(path: Path, id: str) -> str | None:
         for name, file in record["files"].items():
             if (size := (path / name).stat().st_size) != file["size"]:
                 return f"{name} has {size} bytes, not {file['size']}"
-            if _sha256(path / name) != file["sha256"]:
+            is_hashed = hash_limit is None or size <= hash_limit
+            if is_hashed and _sha256(path / name) != file["sha256"]:
                 return f"the checksum of {name} differs"
     except PermissionError as error:
         raise StoreError(

@@ -96,12 +96,17 @@ class ModelConfig:
             raise CheckpointError(f"head_dim {self.head_dim} is odd: rope rotates pairs")
 
 
-def load_config(source: Source) -> ModelConfig:
-    """Read the config of a resolved model. Raises CheckpointError naming the file and the field."""
+def load_config(source: Source, file: GgufFile | None = None) -> ModelConfig:
+    """Read the config of a resolved model; `file` is its GGUF file if that is open already.
+
+    Raises CheckpointError naming the file and the field.
+    """
     try:
+        if file is not None:
+            return from_gguf(file)
         if source.kind == "gguf":
-            with GgufFile(source.path) as file:
-                return from_gguf(file)
+            with GgufFile(source.path) as opened:
+                return from_gguf(opened)
         return from_hf(json.loads((source.path / "config.json").read_text()))
     except CheckpointError as error:
         raise CheckpointError(f"{source.path}: {error}") from None

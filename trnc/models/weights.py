@@ -64,10 +64,26 @@ def exact_formats(model: ModelConfig) -> WeightFormats:
 def bind_weights(
     weights: Weights, model: ModelConfig, formats: WeightFormats, *, max_context: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every `weight.*` tensor by name, one at a time, so that no more is held than needed."""
+    """Yield every `weight.*` tensor by name: the tables of rope, then `pack_weights`."""
+    yield from bind_tables(model, max_context=max_context).items()
+    yield from pack_weights(weights, model, formats)
+
+
+def bind_tables(model: ModelConfig, *, max_context: int) -> dict[str, Tensor]:
+    """Return the `weight.*` tensors that are computed from the config alone."""
     cos, sin = rope_tables(model.rope, max_context)
-    yield "weight.cos_table", cos
-    yield "weight.sin_table", sin
+    return {"weight.cos_table": cos, "weight.sin_table": sin}
+
+
+def pack_weights(
+    weights: Weights, model: ModelConfig, formats: WeightFormats
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the `weight.*` tensors that come from the checkpoint, one at a time, so that no more is
+    held than needed.
+
+    They depend on nothing but the arguments and the sources below `trnc.checkpoint`, `trnc.models`
+    and `trnc.ops`: what `trnc.runtime.packed` keeps is keyed by these.
+    """
     yield "weight.embed", _pack([weights.matrix("embed")], formats.embed)
     for index, layer in enumerate(formats.layers):
         for name, tensor in _bind_layer(weights, f"layers.{index}.", model, layer):

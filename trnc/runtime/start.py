@@ -1,12 +1,14 @@
 """Starting an executor: model, manifest, artifacts, weights, state, in that order.
 
 Everything slow is here and is timed; after `start_executor` returns nothing is traced or compiled.
+The weights are loaded in a thread of their own, so the seconds of the parts overlap.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,39 +17,45 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from trnc.checkpoint.gguf_file import GgufFile
 from trnc.checkpoint.source import Source, resolve
 from trnc.checkpoint.weights import Weights, load_weights
-from trnc.compiler.backends.inductor import STAGE_FILE
 from trnc.compiler.backends.runner import load_runner
-from trnc.compiler.manifest import Manifest, manifest_key, read_manifest
+from trnc.compiler.manifest import STAGE_FILE, Manifest, manifest_key, read_manifest
 from trnc.compiler.matrix import variant_matrix
 from trnc.compiler.program import ProgramConfig
 from trnc.compiler.store import Store
 from trnc.core import ExecutorInfo
 from trnc.errors import StoreError
 from trnc.models.config import ModelConfig, load_config
-from trnc.models.weights import bind_weights, choose_formats, exact_formats
+from trnc.models.weights import bind_tables, choose_formats, exact_formats, pack_weights
 from trnc.ops import native
 from trnc.presets import Preset
 from trnc.runtime.catalog import Catalog
 from trnc.runtime.eager_runner import EagerRunner
 from trnc.runtime.executor import ProgramExecutor, ProgramRunner
 from trnc.runtime.native_runner import NativeRunner
+from trnc.runtime.packed import load_packed, packed_key
 from trnc.runtime.state import allocate_state, count_pages, free_memory_bytes
 
 Report = Callable[[str], None]
 Backend = Literal["inductor", "eager"]
 Compiler = Callable[[ProgramConfig, native.Target, Store], Manifest]
+WaitForWeights = Callable[[], dict[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class StartOptions:
-    """What to start, and where compiled artifacts are kept."""
+    """What to start, and where compiled artifacts and packed weights are kept.
+
+    `packed` None: packed weights are not kept.
+    """
 
     model: str
     preset: Preset
     backend: Backend
     store: Path
+    packed: Path | None = None
 
 
 @dataclass(slots=True)
@@ -76,8 +84,9 @@ class Model:
 def open_model(name: str, *, report: Report) -> Model:
     """Resolve a model and read its config; raises CheckpointError."""
     source = resolve(name, report=report)
-    config = load_config(source)
-    return Model(source=source, config=config, weights=load_weights(source, config))
+    file = GgufFile(source.path) if source.kind == "gguf" else None
+    config = load_config(source, file)
+    return Model(source=source, config=config, weights=load_weights(source, config, file))
 
 
 def program_config(model: Model, preset: Preset, backend: Backend) -> ProgramConfig:
@@ -108,11 +117,18 @@ def start_executor(
     with timings.measure("model"):
         model = open_model(options.model, report=report)
         config = program_config(model, options.preset, options.backend)
-    if options.backend == "eager":
-        executor = _start_eager(model, config, timings)
-    else:
-        store = Store(root=options.store, log=report)
-        executor = _start_compiled(model, config, store, compiler, timings)
+
+    def load() -> dict[str, Tensor]:
+        with timings.measure("weights"):
+            return _load_weights(model, config, options.packed, report)
+
+    with ThreadPoolExecutor(1) as pool:
+        weights = pool.submit(load).result
+        if options.backend == "eager":
+            executor = _start_eager(config, weights, timings)
+        else:
+            store = Store(root=options.store, log=report)
+            executor = _start_compiled(config, store, compiler, weights, timings)
     features = ("logprobs", "logit_bias")
     return executor, timings.seconds, tuple(f for f in features if getattr(options.preset, f))
 
@@ -137,7 +153,11 @@ def load_manifest(config: ProgramConfig, target: native.Target, store: Store) ->
 
 
 def _start_compiled(
-    model: Model, config: ProgramConfig, store: Store, compiler: Compiler, timings: Timings
+    config: ProgramConfig,
+    store: Store,
+    compiler: Compiler,
+    weights: WaitForWeights,
+    timings: Timings,
 ) -> ProgramExecutor:
     target = native.detect_target()
     with timings.measure("artifacts"):
@@ -147,11 +167,10 @@ def _start_compiled(
             manifest = compiler(config, target, store)
     with timings.measure("artifacts"):
         _load_libraries(manifest, store)
-    with timings.measure("weights"):
-        tensors = _load_weights(model, config)
+    tensors = weights()
     with timings.measure("state"):
-        num_pages = count_pages(model.config, config.preset, free_bytes=free_memory_bytes())
-        tensors |= allocate_state(model.config, config.preset, num_pages=num_pages)
+        num_pages = count_pages(config.model, config.preset, free_bytes=free_memory_bytes())
+        tensors |= allocate_state(config.model, config.preset, num_pages=num_pages)
     with timings.measure("link"):
         paths = {a: str(_found(store, a) / STAGE_FILE) for a in manifest.stages}
         runner = NativeRunner(manifest=manifest, stage_paths=paths, tensors=tensors)
@@ -174,24 +193,30 @@ def _found(store: Store, artifact: str) -> Path:
     return folder
 
 
-def _start_eager(model: Model, config: ProgramConfig, timings: Timings) -> ProgramExecutor:
-    with timings.measure("weights"):
-        tensors = _load_weights(model, config)
+def _start_eager(
+    config: ProgramConfig, weights: WaitForWeights, timings: Timings
+) -> ProgramExecutor:
+    tensors = weights()
     with timings.measure("state"):
-        num_pages = count_pages(model.config, config.preset, free_bytes=free_memory_bytes())
-        tensors |= allocate_state(model.config, config.preset, num_pages=num_pages)
+        num_pages = count_pages(config.model, config.preset, free_bytes=free_memory_bytes())
+        tensors |= allocate_state(config.model, config.preset, num_pages=num_pages)
     runner = EagerRunner(config=config, tensors=tensors)
     catalog = Catalog.of(variant_matrix(config.preset))
     return _executor(config, catalog, runner, num_pages, count_compiles=lambda: 0)
 
 
-def _load_weights(model: Model, config: ProgramConfig) -> dict[str, Tensor]:
+def _load_weights(
+    model: Model, config: ProgramConfig, packed: Path | None, report: Report
+) -> dict[str, Tensor]:
+    def pack() -> Iterator[tuple[str, Tensor]]:
+        return pack_weights(model.weights, config.model, config.formats)
+
     with torch.inference_mode():
-        return dict(
-            bind_weights(
-                model.weights, config.model, config.formats, max_context=config.preset.max_context
-            )
-        )
+        tables = bind_tables(config.model, max_context=config.preset.max_context)
+        if packed is None:
+            return tables | dict(pack())
+        key = packed_key(model.source, config.model, config.formats)
+        return tables | load_packed(key, packed, pack, report)
 
 
 def _executor(

@@ -20,13 +20,13 @@ from starlette.types import ASGIApp
 from trnc.serve.engine_client import EngineClient
 from trnc.serve.errors import handle_error
 from trnc.serve.generation import Generator
+from trnc.serve.listening import MAX_BODY_BYTES
 from trnc.serve.metrics import CountRequests, Metrics
 from trnc.serve.model import ServedModel
 from trnc.serve.planner import RequestPlanner
 from trnc.serve.prompt import PromptBuilder
 
 Role = Literal["openai", "admin"]
-MAX_BODY_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

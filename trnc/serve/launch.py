@@ -1,24 +1,19 @@
-"""`trnc serve`: starts the engine process, runs the HTTP server, stops both together.
+"""`trnc serve`: runs the HTTP server beside the engine process, stops both together.
 
-The port is bound first, so that a port in use fails at once and not after the model is loaded; the
-server answers from then on, with 503 until the engine is ready. The engine is a child process with
-its own session: a Ctrl-C reaches this process only, which lets open streams finish and then stops
-the engine. Nothing outlives `serve`.
+The port is bound and the engine started before this module is imported: a port in use fails at
+once, and the engine gets ready meanwhile. The server answers with 503 until it is. Nothing outlives
+`serve`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import signal
 import socket
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from ipaddress import ip_address
-from pathlib import Path
 
 import uvicorn
 import uvloop
@@ -28,32 +23,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from trnc.engine.messages import Ready
-from trnc.errors import ConfigError
-from trnc.serve.app import MAX_BODY_BYTES, create_app
+from trnc.serve.app import create_app
 from trnc.serve.engine_client import EngineClient, bind_socket
+from trnc.serve.engine_process import EngineProcess
+from trnc.serve.listening import ServeOptions, url_of
 from trnc.serve.model import ServedModel
-
-EngineArgv = Callable[[str], Sequence[str]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """Where and how to listen, and how long to wait at the end.
-
-    Open requests get `grace_seconds` to finish, then the engine `engine_stop_seconds` for its last
-    step.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    max_body_bytes: int = MAX_BODY_BYTES
-    grace_seconds: int = 30
-    engine_stop_seconds: float = 10.0
 
 
 def serve(
     *,
-    engine_argv: EngineArgv,
+    listener: socket.socket,
+    engine: EngineProcess,
     model: ServedModel,
     options: ServeOptions,
     console: Console,
@@ -61,30 +41,27 @@ def serve(
 ) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status of the command.
 
-    `engine_argv` returns the command line of the engine for the endpoint that it must connect to.
     `started` is when the process started, by `time.perf_counter`.
 
     Raises:
-        ConfigError: the address cannot be bound.
         EngineError: the engine ended before it was ready.
     """
-    with listen(options) as listener:
-        return uvloop.run(
-            _serve(
-                listener=listener,
-                engine_argv=engine_argv,
-                model=model,
-                options=options,
-                console=console,
-                started=started,
-            )
+    return uvloop.run(
+        _serve(
+            listener=listener,
+            process=engine,
+            model=model,
+            options=options,
+            console=console,
+            started=started,
         )
+    )
 
 
 async def _serve(
     *,
     listener: socket.socket,
-    engine_argv: EngineArgv,
+    process: EngineProcess,
     model: ServedModel,
     options: ServeOptions,
     console: Console,
@@ -94,7 +71,7 @@ async def _serve(
         elapsed = time.perf_counter() - started
         console.print(f"[dim]{elapsed:6.1f} s[/dim]  {escape(line)}", highlight=False)
 
-    async with _engine(engine_argv, show, options.engine_stop_seconds) as engine:
+    async with _client(process, show, options.engine_stop_seconds) as engine:
         app = create_app(engine=engine, model=model, max_body_bytes=options.max_body_bytes)
         server = _Server(_uvicorn_config(app, options))
         loop = asyncio.get_running_loop()
@@ -105,7 +82,7 @@ async def _serve(
         try:
             await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
-                url = _url(listener)
+                url = url_of(listener)
                 _print_ready(console, ready.result(), model, url, time.perf_counter() - started)
             await serving
         finally:
@@ -117,45 +94,41 @@ async def _serve(
 
 
 @asynccontextmanager
-async def _engine(
-    engine_argv: EngineArgv, show: Callable[[str], None], stop_seconds: float
+async def _client(
+    engine: EngineProcess, show: Callable[[str], None], stop_seconds: float
 ) -> AsyncIterator[EngineClient]:
-    """Run an engine process and the client of it; both are gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="trnc-") as folder, zmq.asyncio.Context() as context:
-        endpoint = f"ipc://{Path(folder) / 'engine'}"
-        client = EngineClient(socket=bind_socket(context, endpoint), on_starting=show)
-        process = await asyncio.create_subprocess_exec(
-            *engine_argv(endpoint), start_new_session=True
-        )
+    """Run the client of an engine process; both are gone afterwards."""
+    with zmq.asyncio.Context() as context:
+        client = EngineClient(socket=bind_socket(context, engine.endpoint), on_starting=show)
+        # A thread, for no event loop waits for a process that it did not start.
+        exited = asyncio.ensure_future(asyncio.to_thread(engine.process.wait))
         tasks = [
             asyncio.ensure_future(client.run()),
-            asyncio.ensure_future(_watch(process, client)),
+            asyncio.ensure_future(_watch(exited, client)),
         ]
         try:
             yield client
         finally:
             client.shutdown()
-            await _stop(process, stop_seconds)
+            await _stop(engine, exited, stop_seconds)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _watch(process: asyncio.subprocess.Process, client: EngineClient) -> None:
-    status = await process.wait()
+async def _watch(exited: asyncio.Future[int], client: EngineClient) -> None:
+    status = await asyncio.shield(exited)
     client.lose(f"The engine process ended with status {status}; its log says why.")
 
 
-async def _stop(process: asyncio.subprocess.Process, seconds: float) -> None:
+async def _stop(engine: EngineProcess, exited: asyncio.Future[int], seconds: float) -> None:
     """Wait for an engine that was asked to stop; then insist."""
-    for insist in (process.terminate, process.kill):
-        try:
-            await asyncio.wait_for(process.wait(), seconds)
+    for insist in (engine.process.terminate, engine.process.kill):
+        await asyncio.wait([exited], timeout=seconds)
+        if exited.done():
             return
-        except TimeoutError:
-            with suppress(ProcessLookupError):
-                insist()
-    await process.wait()
+        insist()
+    await exited
 
 
 class _Server(uvicorn.Server):
@@ -178,46 +151,6 @@ def _uvicorn_config(app: object, options: ServeOptions) -> uvicorn.Config:
         server_header=False,
         timeout_graceful_shutdown=options.grace_seconds,
     )
-
-
-@contextmanager
-def listen(options: ServeOptions) -> Iterator[socket.socket]:
-    """Bind the address now; raises ConfigError saying what to do about it.
-
-    Connections inherit TCP_NODELAY. Event loops set it only on sockets that they make themselves,
-    and without it an answer's body waits 40 ms for the acknowledgement of its headers.
-    """
-    if not 0 <= options.port < 2**16:  # getaddrinfo would take it modulo 65536
-        raise ConfigError(f"--port must be between 0 and 65535, got {options.port}.")
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (socket.gaierror, UnicodeError) as error:
-        raise ConfigError(f"--host {options.host}: {error}") from None
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        try:
-            listener.bind(address)
-            listener.listen(2048)
-        except OSError as error:
-            raise ConfigError(_bind_error(options, error)) from None
-        yield listener
-
-
-def _bind_error(options: ServeOptions, error: OSError) -> str:
-    where = f"--port {options.port}: cannot listen on {options.host}:{options.port}"
-    if error.errno == errno.EADDRINUSE:
-        return f"{where}, the port is in use. Stop what uses it, or give another --port."
-    if error.errno == errno.EACCES:
-        return f"{where}, permission denied. Ports below 1024 need rights; give another --port."
-    return f"{where}: {error.strerror}."
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _print_ready(

@@ -17,11 +17,11 @@ import torch
 from torch.export import ExportedProgram
 
 from trnc.compiler.backends.lowering import DIRECT_CALLS, fuse, lowering_digest
+from trnc.compiler.manifest import STAGE_FILE
 from trnc.compiler.trace import without_warnings
 from trnc.errors import CompileError
 from trnc.ops.native import Target, kernel_factors
 
-STAGE_FILE = "stage.so"
 # Vector width in bits and architecture level of the code that Inductor generates for a target.
 _CODEGEN = {
     "amx": (512, "x86-64-v4"),
