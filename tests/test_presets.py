@@ -79,7 +79,7 @@ def test_an_unknown_key_is_named_with_the_nearest():
         ("max_context", "true", "must be int"),
         ("max_context", "31", "at least one page"),
         ("page_size", "48", "16, 32 or 64"),
-        ("kv_dtype", '"float8"', "float32, float16, bfloat16"),
+        ("kv_dtype", '"float8"', "float32, float16, bfloat16, int8"),
         ("kv_memory_mib", "-1", "0 (automatic) or more"),
         ("logprobs", "1", "must be bool"),
         ("logit_bias", '"no"', "must be bool"),

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_type_hints
 
 from trnc.errors import ConfigError, nearest
 
-KvDtype = Literal["float32", "float16", "bfloat16"]
+KvDtype = Literal["float32", "float16", "bfloat16", "int8"]
 
 
 @dataclass(frozen=True, slots=True)

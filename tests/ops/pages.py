@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trnc.ops.attention import kv_row_size, quantize_kv
+from trnc.ops.library import reference_mode
+
 NAN = float("nan")
 NO_PAGE = 2**31 - 1
 
@@ -34,8 +37,29 @@ class Text:
 def random_text(heads: Heads, n: int, seed: int) -> Text:
     rng = torch.Generator().manual_seed(seed)
     q = torch.randn(n, heads.kv * heads.group, heads.dim, generator=rng) * 2
-    k, v = torch.randn(2, n, heads.kv, heads.dim, generator=rng).to(heads.dtype)
-    return Text(q, k, v)
+    k, v = torch.randn(2, n, heads.kv, heads.dim, generator=rng)
+    return Text(q, stored(k, heads.dtype), stored(v, heads.dtype))
+
+
+def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values as rows of a cache of `dtype`."""
+    if dtype != torch.int8:
+        return x.to(dtype)
+    with reference_mode():
+        return quantize_kv(x)
+
+
+def garbage(dtype: torch.dtype) -> float:
+    """What nothing may read, to fill a cache with; an int8 row's scale is so NaN, too."""
+    return -1 if dtype == torch.int8 else NAN
+
+
+def key_at(pages: Tensor, page: int, slot: int) -> Tensor:
+    """Return one key [kv, row] of `pages`."""
+    if pages.dtype != torch.int8:
+        return pages[page, :, :, slot]
+    scales = pages[page, :, -4:].reshape(pages.shape[1], -1, 4)
+    return torch.cat([pages[page, :, :-4, slot], scales[:, slot]], dim=1)
 
 
 class Cache:
@@ -46,8 +70,9 @@ class Cache:
         blocks = [-(-len(text.q) // size) for text in texts]
         pages = sum(blocks) + spare
         self.heads = heads
-        self.k = torch.full((pages, heads.kv, heads.dim, size), NAN, dtype=heads.dtype)
-        self.v = torch.full((pages, heads.kv, size, heads.dim), NAN, dtype=heads.dtype)
+        row, junk = kv_row_size(heads.dim, heads.dtype), garbage(heads.dtype)
+        self.k = torch.full((pages, heads.kv, row, size), junk, dtype=heads.dtype)
+        self.v = torch.full((pages, heads.kv, size, row), junk, dtype=heads.dtype)
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(pages)).int()
         starts = [sum(blocks[:i]) for i in range(len(blocks))]
         self.pages = [order[a : a + b] for a, b in zip(starts, blocks, strict=True)]
@@ -56,8 +81,12 @@ class Cache:
         """Put the first `end` keys of text `index` into its pages."""
         for position in range(end):
             page = self.pages[index][position // self.heads.page_size]
-            self.k[page, :, :, position % self.heads.page_size] = text.k[position]
-            self.v[page, :, position % self.heads.page_size] = text.v[position]
+            slot, dim = position % self.heads.page_size, self.heads.dim
+            self.k[page, :, :dim, slot] = text.k[position, :, :dim]
+            if self.k.dtype == torch.int8:
+                scales = self.k[page, :, dim:].view(self.heads.kv, -1, 4)
+                scales[:, slot] = text.k[position, :, dim:]
+            self.v[page, :, slot] = text.v[position]
 
 
 @dataclass(frozen=True)
@@ -84,7 +113,8 @@ def make_step(
     sequences = torch.zeros(len(parts), 3, dtype=torch.int32)
     tokens = gap + sum(count + gap for *_, count in parts)
     q = torch.full((tokens, heads.kv * heads.group, heads.dim), NAN)
-    k, v = torch.full((2, tokens, heads.kv, heads.dim), NAN, dtype=heads.dtype)
+    shape = (2, tokens, heads.kv, kv_row_size(heads.dim, heads.dtype))
+    k, v = torch.full(shape, garbage(heads.dtype), dtype=heads.dtype)
     first = gap
     for row, (index, text, start, count) in enumerate(parts):
         end = start + count if readable else start

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.ops.pages import NAN, Cache, Heads, Step, Text, make_step, random_text
+from tests.ops.pages import NAN, Cache, Heads, Step, Text, garbage, key_at, make_step, random_text
 from trnc.ops import native
-from trnc.ops.attention import kv_write, paged_attention
+from trnc.ops.attention import kv_write, paged_attention, quantize_kv
 from trnc.ops.library import reference_mode
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
 SMALL = Heads(kv=2, group=3, dim=16, page_size=16, dtype=torch.float16)
 
 
@@ -121,10 +121,13 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(
         at = [a + b for a, b in zip(at, counts, strict=True)]
 
 
-@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
-def test_decoding_gives_the_bits_of_prefill(page_size: int) -> None:
+@pytest.mark.parametrize(
+    ("page_size", "dtype"),
+    [*((size, torch.float16) for size in (16, 32, 64, 128, 256)), (32, torch.int8)],
+)
+def test_decoding_gives_the_bits_of_prefill(page_size: int, dtype: torch.dtype) -> None:
     """Every position decoded alone, over the first segments' edges."""
-    heads = Heads(kv=1, group=3, dim=32, page_size=page_size, dtype=torch.float16)
+    heads = Heads(kv=1, group=3, dim=32, page_size=page_size, dtype=dtype)
     text = random_text(heads, 530, 3)
     wanted = whole(heads, text)
     cache = Cache(heads, [text])
@@ -178,6 +181,25 @@ def test_one_key_returns_its_value() -> None:
     assert torch.equal(out, text.v.float().repeat_interleave(3, dim=1))
 
 
+def test_keys_are_rounded_to_int8_as_the_reference_rounds_them() -> None:
+    for dim in (1, 16, 50, 64):
+        x = torch.randn(30, 3, dim, generator=torch.Generator().manual_seed(dim)) * 5
+        x[3], x[4] = 0.0, 1e-35
+        rows = quantize_kv(x)
+        with reference_mode():
+            assert torch.equal(rows, quantize_kv(x))
+        scale = rows[..., -4:].contiguous().view(torch.float32)
+        assert ((rows[..., :-4] * scale - x).abs() <= scale * 0.501 + 1e-30).all()
+        assert torch.equal(scale[..., 0], x.abs().amax(dim=-1) / 127)
+
+
+def test_a_row_that_is_not_finite_shows_in_its_scale() -> None:
+    x = torch.ones(2, 1, 16)
+    x[0, 0, 5], x[1, 0, 7] = NAN, float("inf")
+    scale = quantize_kv(x)[..., -4:].contiguous().view(torch.float32)
+    assert not torch.isfinite(scale).any()
+
+
 def test_no_rows_and_no_sequences() -> None:
     cache = Cache(SMALL, [random_text(SMALL, 20, 0)])
     assert attend(cache, make_step(cache, [])).shape == (0, 6, 16)
@@ -207,14 +229,16 @@ def test_kv_write_writes_its_rows_and_nothing_else(
     with reference_mode():
         write(wanted, make_step(wanted, parts, gap=1, readable=True))
     for text, (start, _), pages in zip(texts, lengths, wanted.pages, strict=True):
-        text.k[:start] = text.v[:start] = NAN
+        text.k[:start] = text.v[:start] = garbage(heads.dtype)
         for position in range(start, len(text.q)):
             page, slot = pages[position // heads.page_size], position % heads.page_size
-            assert torch.equal(wanted.k[page, :, :, slot], text.k[position])
+            assert torch.equal(key_at(wanted.k, int(page), slot), text.k[position])
             assert torch.equal(wanted.v[page, :, slot], text.v[position])
     assert torch.equal(got.k.nan_to_num(nan=99), wanted.k.nan_to_num(nan=99))
     assert torch.equal(got.v.nan_to_num(nan=99), wanted.v.nan_to_num(nan=99))
-    assert wanted.k.isnan().logical_not().sum() == sum(c for _, c in lengths) * heads.kv * heads.dim
+    if heads.dtype != torch.int8:  # where garbage could be a key
+        kept = wanted.k.isnan().logical_not().sum()
+        assert kept == sum(c for _, c in lengths) * heads.kv * heads.dim
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -99,8 +99,7 @@ def layer_stage(spec: StageSpec) -> Stage:
         if q_norm is not None and k_norm is not None:
             q, k = _head_norm(q, q_norm, model.rms_eps), _head_norm(k, k_norm, model.rms_eps)
         q = rotate(q, cos, sin)
-        k_new = rotate(k, cos, sin).to(kv_dtype)
-        v_new = v.to(kv_dtype).contiguous()  # a slice of the fused rows otherwise
+        k_new, v_new = cache_rows(rotate(k, cos, sin), kv_dtype), cache_rows(v, kv_dtype)
         attended = ops.paged_attention(
             q, k_new, v_new, k_pages, v_pages, block_tables, sequences, model.head_dim**-0.5
         )
@@ -149,6 +148,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, *passed), dim=-1)
 
 
+def cache_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round keys or values [T, Hkv, D] to stored rows of a cache of `dtype`, contiguous."""
+    if dtype == torch.int8:
+        return ops.quantize_kv(x.contiguous())
+    return x.to(dtype).contiguous()  # values are a slice of the fused rows otherwise
+
+
 def layer_weights(model: ModelConfig, formats: LayerFormats) -> dict[str, TensorSpec]:
     """The weight ports of one decoder layer, in the order in which its graph takes them."""
     hidden, inner = model.hidden_size, model.intermediate_size
@@ -175,13 +181,14 @@ def layer_weights(model: ModelConfig, formats: LayerFormats) -> dict[str, Tensor
 
 def _layer_inputs(spec: StageSpec) -> dict[str, TensorSpec]:
     model, half = spec.model, spec.model.rope.dim // 2
-    kv, dim, page = model.num_kv_heads, model.head_dim, spec.page_size
+    kv, page = model.num_kv_heads, spec.page_size
+    row = ops.kv_row_size(model.head_dim, TensorSpec((), spec.kv_dtype).torch_dtype)
     return {
         "hidden": TensorSpec((spec.tokens, model.hidden_size)),
         "cos": TensorSpec((spec.tokens, half)),
         "sin": TensorSpec((spec.tokens, half)),
-        "k_pages": TensorSpec(("pages", kv, dim, page), spec.kv_dtype),
-        "v_pages": TensorSpec(("pages", kv, page, dim), spec.kv_dtype),
+        "k_pages": TensorSpec(("pages", kv, row, page), spec.kv_dtype),
+        "v_pages": TensorSpec(("pages", kv, page, row), spec.kv_dtype),
         "block_tables": TensorSpec((spec.rows, "blocks"), "int32"),
         "sequences": TensorSpec((spec.rows, 3), "int32"),
     }

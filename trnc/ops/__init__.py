@@ -3,7 +3,7 @@
 Importing this package declares every operator, so that a native library can register kernels.
 """
 
-from trnc.ops.attention import kv_write, paged_attention
+from trnc.ops.attention import kv_row_size, kv_write, paged_attention, quantize_kv
 from trnc.ops.linear import embedding, linear
 from trnc.ops.norm import rms_norm, silu_mul
 from trnc.ops.packing import pack, packed_shape, unpack
@@ -12,6 +12,7 @@ from trnc.ops.state import store_tokens
 
 __all__ = [
     "embedding",
+    "kv_row_size",
     "kv_write",
     "linear",
     "logit_bias",
@@ -19,6 +20,7 @@ __all__ = [
     "pack",
     "packed_shape",
     "paged_attention",
+    "quantize_kv",
     "rms_norm",
     "sample",
     "sample_greedy",

@@ -11,6 +11,9 @@ key-value heads in equal groups, D head_dim, S page_size, P pages, MP the width 
 - `q` [T, Hq, D]; `k_new`, `v_new` [T, Hkv, D] in the dtype of the cache.
 - `k_pages` [P, Hkv, D, S], keys transposed so that a vector holds one coordinate of S keys;
   `v_pages` [P, Hkv, S, D].
+- In a cache of int8 a stored row has `kv_row_size` D + 4 elements, in `k_new`, `v_new` and pages
+  alike: D integers and then their scale, an f32 (`quantize_kv`). In `k_pages` the last 4 rows of a
+  page are so S scales.
 - `block_tables` [R, MP] int32: page `block_tables[r, i]` holds positions `i*S .. i*S + S - 1`.
 - `sequences` [R, 3] int32: (first token row, token count, start position). Sequence r's tokens are
   rows `first .. first + count - 1`, at positions `start .. start + count - 1`. A count of 0 marks
@@ -62,6 +65,35 @@ def kv_write(
     torch.ops.trnc.kv_write.default(k_pages, v_pages, k_new, v_new, block_tables, sequences)
 
 
+def kv_row_size(head_dim: int, dtype: torch.dtype) -> int:
+    """Return how many elements of `dtype` a cached key or value takes."""
+    return head_dim + 4 if dtype == torch.int8 else head_dim
+
+
+def quantize_kv(x: Tensor) -> Tensor:
+    """Round keys or values [T, h, D] f32 to rows of an int8 cache, [T, h, D + 4] int8.
+
+    Each is q * scale with scale = largest magnitude / 127, rounded to nearest, ties to even.
+    """
+    result: Tensor = torch.ops.trnc.quantize_kv.default(x)
+    return result
+
+
+def _quantize_kv(x: Tensor) -> Tensor:
+    largest = x.abs().amax(dim=-1, keepdim=True)
+    usable = (largest > 1e-30) & (largest < 1e38)
+    q = torch.where(usable, (x * (127.0 / largest)).round(), 0.0).to(torch.int8)
+    return torch.cat([q, (largest / 127.0).float().view(torch.int8)], dim=-1)
+
+
+def _dequantize_kv(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn stored rows [..., kv_row_size] into keys or values [..., D] of `dtype`."""
+    if rows.dtype != torch.int8:
+        return rows.to(dtype)
+    scale = rows[..., -4:].contiguous().view(torch.float32)
+    return rows[..., :-4].to(dtype) * scale.to(dtype)
+
+
 def _paged_attention(
     q: Tensor,
     k_new: Tensor,
@@ -78,8 +110,8 @@ def _paged_attention(
             continue
         rows = slice(first, first + count)
         past_k, past_v = _cached(k_pages, v_pages, table, start)
-        k = torch.cat([past_k, k_new[rows]]).to(q.dtype)
-        v = torch.cat([past_v, v_new[rows]]).to(q.dtype)
+        k = _dequantize_kv(torch.cat([past_k, k_new[rows]]), q.dtype)
+        v = _dequantize_kv(torch.cat([past_v, v_new[rows]]), q.dtype)
         out[rows] = _attend(q[rows], k, v, start=start, scale=scale)
     return out
 
@@ -96,12 +128,25 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, start: int, scale: float) -> Ten
 
 
 def _cached(k_pages: Tensor, v_pages: Tensor, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Gather the first `length` keys and values of one block table, each [length, Hkv, D]."""
+    """Gather the first `length` stored keys and values of one block table, [length, Hkv, row]."""
     page_size = v_pages.shape[2]
     pages = table[: -(-length // page_size)].long()
-    k = k_pages[pages].permute(0, 3, 1, 2).flatten(0, 1)
+    k = _key_rows(k_pages[pages]).flatten(0, 1)
     v = v_pages[pages].permute(0, 2, 1, 3).flatten(0, 1)
     return k[:length], v[:length]
+
+
+def _key_rows(pages: Tensor) -> Tensor:
+    """Turn pages of keys [n, Hkv, row, S] into rows [n, S, Hkv, row]."""
+    if pages.dtype != torch.int8:
+        return pages.permute(0, 3, 1, 2)
+    return torch.cat([pages[:, :, :-4].permute(0, 3, 1, 2), _key_scales(pages)], dim=-1)
+
+
+def _key_scales(pages: Tensor) -> Tensor:
+    """View the scales in int8 pages of keys as bytes [n, S, Hkv, 4]."""
+    n, heads, _, size = pages.shape
+    return pages[:, :, -4:].view(n, heads, size, 4).transpose(1, 2)
 
 
 def _kv_write(
@@ -117,7 +162,11 @@ def _kv_write(
         rows = slice(first, first + count)
         position = torch.arange(start, start + count, device=table.device)
         page, slot = table[position // page_size].long(), position % page_size
-        k_pages[page, :, :, slot] = k_new[rows]
+        keys = k_new[rows]
+        if k_pages.dtype == torch.int8:
+            _key_scales(k_pages)[page, slot] = keys[..., -4:]
+            keys = keys[..., :-4]
+        k_pages[page, :, : keys.shape[-1], slot] = keys
         v_pages[page, :, slot] = v_new[rows]
 
 
@@ -126,6 +175,11 @@ declare(
     "Tensor block_tables, Tensor sequences, float scale) -> Tensor",
     reference=_paged_attention,
     fake=lambda q, *_: torch.empty_like(q),
+)
+declare(
+    "quantize_kv(Tensor x) -> Tensor",
+    reference=_quantize_kv,
+    fake=lambda x: x.new_empty((*x.shape[:-1], x.shape[-1] + 4), dtype=torch.int8),
 )
 declare(
     "kv_write(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor k_new, Tensor v_new, "

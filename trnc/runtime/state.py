@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trnc import ops
 from trnc.errors import ConfigError
 from trnc.models.config import ModelConfig
 from trnc.models.stage import TensorSpec
@@ -18,8 +19,9 @@ _MIB = 1 << 20
 
 def page_bytes(model: ModelConfig, preset: Preset) -> int:
     """Bytes of one KV page over all layers, keys and values."""
-    item = TensorSpec((), preset.kv_dtype).torch_dtype.itemsize
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * preset.page_size * item
+    dtype = TensorSpec((), preset.kv_dtype).torch_dtype
+    row = ops.kv_row_size(model.head_dim, dtype) * dtype.itemsize
+    return 2 * model.num_layers * model.num_kv_heads * preset.page_size * row
 
 
 def count_pages(model: ModelConfig, preset: Preset, *, free_bytes: int) -> int:
@@ -50,11 +52,12 @@ def allocate_state(model: ModelConfig, preset: Preset, *, num_pages: int) -> dic
     that sample nothing write there.
     """
     kv_dtype = TensorSpec((), preset.kv_dtype).torch_dtype
-    kv, dim, page = model.num_kv_heads, model.head_dim, preset.page_size
+    kv, page = model.num_kv_heads, preset.page_size
+    row = ops.kv_row_size(model.head_dim, kv_dtype)
     state = {"state.last_tokens": torch.zeros(preset.max_rows + 1, dtype=torch.int64)}
     for i in range(model.num_layers):
-        state[f"state.k_pages.{i}"] = torch.empty((num_pages, kv, dim, page), dtype=kv_dtype)
-        state[f"state.v_pages.{i}"] = torch.empty((num_pages, kv, page, dim), dtype=kv_dtype)
+        state[f"state.k_pages.{i}"] = torch.empty((num_pages, kv, row, page), dtype=kv_dtype)
+        state[f"state.v_pages.{i}"] = torch.empty((num_pages, kv, page, row), dtype=kv_dtype)
     return state
 
 

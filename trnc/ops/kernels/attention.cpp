@@ -9,8 +9,10 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "multiply.h"
@@ -50,7 +52,7 @@ struct Problem {
   }
   int64_t page_offset(const Tile& t, int64_t block) const {  // of a block in k_pages and v_pages
     const int64_t page = keys.block_tables[t.sequence * keys.table_width + block];
-    return (page * keys.kv_heads + t.kv_head) * keys.head_dim * keys.page_size;
+    return (page * keys.kv_heads + t.kv_head) * keys.row_size * keys.page_size;
   }
 };
 
@@ -62,11 +64,12 @@ void grow(std::vector<T>& buffer, int64_t n) {
 // What a thread needs to run one tile. The softmax of row i over some keys is `top[i]`, their largest
 // score, and `result[i]`: the sums of weight * value and of weight, where a weight is exp(score - top).
 struct Scratch {
-  std::vector<float> q, block, row, scores, top, result, merged_top, merged;
+  std::vector<float> q, block, scales, row, scores, top, result, merged_top, merged;
 
   void fit(const Problem& p, int64_t rows) {
     grow(q, rows * p.keys.head_dim);
     grow(block, p.width * p.keys.page_size);
+    grow(scales, p.keys.page_size);
     grow(row, p.width);
     grow(scores, rows * kScoreStride);
     grow(top, rows);
@@ -91,12 +94,23 @@ void widen_row(const T* from, float* to, int64_t n) {
   if (i < n) store(to + i, widen_n(from + i, static_cast<int>(n - i)));
 }
 
-// Keys or values of one block: rows `data + i * stride`.
+// Keys or values of one block: rows `data + i * stride`, to be multiplied by the scale of each key if there are any.
 template <class T>
 struct Block {
   const T* data;
   int64_t stride;
+  const float* scales;
 };
+
+template <class T>
+constexpr bool kScaled = std::is_same_v<T, I8>;
+
+// The scale that ends a stored row of `width` elements.
+float scale_of(const I8* row, int64_t width) {
+  float scale;
+  std::memcpy(&scale, row + width, sizeof scale);
+  return scale;
+}
 
 // The first of a block's keys 0..end - 1 that is the step's own; those before it are in the page.
 int64_t first_own_key(const Problem& p, const Tile& tile, int64_t block, int64_t end) {
@@ -106,7 +120,7 @@ int64_t first_own_key(const Problem& p, const Tile& tile, int64_t block, int64_t
 int64_t own_row(const Problem& p, const Tile& tile, int64_t block, int64_t key) {
   const Sequence& seq = p.sequence(tile);
   const int64_t token = seq.first + block * p.keys.page_size + key - seq.start;
-  return (token * p.keys.kv_heads + tile.kv_head) * p.keys.head_dim;
+  return (token * p.keys.kv_heads + tile.kv_head) * p.keys.row_size;
 }
 
 // Widens the first `end` keys of a block into scratch, [head_dim, page_size]: those before the
@@ -118,12 +132,15 @@ Block<float> gather_keys(const Problem& p, const Tile& tile, int64_t block, int6
   if (own > 0) {
     const T* page = static_cast<const T*>(p.keys.k_pages) + p.page_offset(tile, block);
     for (int64_t i = 0; i < d * size; i += kLanes) store(s.block.data() + i, widen(page + i));
+    if constexpr (kScaled<T>) std::memcpy(s.scales.data(), page + d * size, size * sizeof(float));
   }
   for (int64_t key = own; key < end; ++key) {
-    widen_row(static_cast<const T*>(p.keys.k_new) + own_row(p, tile, block, key), s.row.data(), d);
+    const T* row = static_cast<const T*>(p.keys.k_new) + own_row(p, tile, block, key);
+    widen_row(row, s.row.data(), d);
     for (int64_t i = 0; i < d; ++i) s.block[i * size + key] = s.row[i];
+    if constexpr (kScaled<T>) s.scales[key] = scale_of(row, d);
   }
-  return {s.block.data(), size};
+  return {s.block.data(), size, kScaled<T> ? s.scales.data() : nullptr};
 }
 
 // The same for values, [page_size, width].
@@ -134,11 +151,39 @@ Block<float> gather_values(const Problem& p, const Tile& tile, int64_t block, in
   const T* page = static_cast<const T*>(p.keys.v_pages);
   if (own > 0) page += p.page_offset(tile, block);
   for (int64_t key = 0; key < end; ++key) {
-    const T* row = key < own ? page + key * d
+    const T* row = key < own ? page + key * p.keys.row_size
                              : static_cast<const T*>(p.keys.v_new) + own_row(p, tile, block, key);
     widen_row(row, s.block.data() + key * p.width, d);
+    if constexpr (kScaled<T>) s.scales[key] = scale_of(row, d);
   }
-  return {s.block.data(), p.width};
+  return {s.block.data(), p.width, kScaled<T> ? s.scales.data() : nullptr};
+}
+
+// A block of keys, or of values, as its page holds them.
+template <class T>
+Block<T> keys_in_page(const Problem& p, const Tile& tile, int64_t block, Scratch& s) {
+  const int64_t d = p.keys.head_dim, size = p.keys.page_size;
+  const T* page = static_cast<const T*>(p.keys.k_pages) + p.page_offset(tile, block);
+  if constexpr (!kScaled<T>) return {page, size, nullptr};
+  std::memcpy(s.scales.data(), page + d * size, size * sizeof(float));
+  return {page, size, s.scales.data()};
+}
+
+template <class T>
+Block<T> values_in_page(const Problem& p, const Tile& tile, int64_t block, Scratch& s) {
+  const int64_t stride = p.keys.row_size;
+  const T* page = static_cast<const T*>(p.keys.v_pages) + p.page_offset(tile, block);
+  if constexpr (kScaled<T>) {
+    for (int64_t key = 0; key < p.keys.page_size; ++key) s.scales[key] = scale_of(page + key * stride, p.keys.head_dim);
+  }
+  return {page, stride, kScaled<T> ? s.scales.data() : nullptr};
+}
+
+// Multiplies what `rows` rows have for each key of a block, scores or weights, by the key's scale.
+void scale_keys(const Problem& p, const float* scales, int64_t rows, float* values) {
+  for (int64_t row = 0; row < rows; ++row, values += kScoreStride) {
+    for (int64_t i = 0; i < p.keys.page_size; i += kLanes) store(values + i, load(values + i) * load(scales + i));
+  }
 }
 
 // Rows begin.. of a tile have reached a block; they need its keys 0..end - 1.
@@ -159,13 +204,15 @@ void score_block(const Problem& p, const Tile& tile, int64_t begin, Block<T> key
   for (int64_t row = begin; row < rows; ++row) std::fill_n(scores + row * kScoreStride, size, 0.0f);
   multiply(rows - begin, size, s.q.data() + begin * d, d, keys.data, keys.stride, d,
            scores + begin * kScoreStride, kScoreStride);
+  if (keys.scales) scale_keys(p, keys.scales, rows - begin, scores + begin * kScoreStride);
 }
 
 // Adds a block of values, weighted, to the results of the rows begin.. that have reached it.
 template <class T>
 void weigh_block(const Problem& p, const Tile& tile, int64_t block, int64_t begin, Block<T> values,
-                 const float* weights, Scratch& s) {
+                 float* weights, Scratch& s) {
   const int64_t size = p.keys.page_size, rows = p.rows(tile);
+  if (values.scales) scale_keys(p, values.scales, rows - begin, weights + begin * kScoreStride);
   for (int64_t row = begin, end; row < rows; row = end) {
     const int64_t valid = std::min(size, p.position(tile, row) + 1 - block * size);
     end = valid == size ? rows : row + p.group;  // rows that have passed the block go together
@@ -199,7 +246,7 @@ float softmax(float* scores, int64_t valid, float* sums) {
 template <class T>
 [[gnu::always_inline]] inline void prefetch_page(const Problem& p, const Tile& tile, const void* pages, int64_t block) {
   if (block * p.keys.page_size >= p.sequence(tile).start) return;
-  const int64_t bytes = p.keys.head_dim * p.keys.page_size * static_cast<int64_t>(sizeof(T));
+  const int64_t bytes = p.keys.row_size * p.keys.page_size * static_cast<int64_t>(sizeof(T));
   prefetch(static_cast<const T*>(pages) + p.page_offset(tile, block), bytes);
 }
 
@@ -218,8 +265,7 @@ void attend_segment(const Problem& p, const Tile& tile, int64_t segment, Scratch
     float* scores = s.scores.data() + block * size - from;
     block < last ? prefetch_page<T>(p, tile, p.keys.k_pages, block + 1) : prefetch_page<T>(p, tile, p.keys.v_pages, first);
     if (in_place(block)) {
-      const T* page = static_cast<const T*>(p.keys.k_pages) + p.page_offset(tile, block);
-      score_block(p, tile, begin, Block<T>{page, size}, scores, s);
+      score_block(p, tile, begin, keys_in_page<T>(p, tile, block, s), scores, s);
     } else {
       score_block(p, tile, begin, gather_keys<T>(p, tile, block, end, s), scores, s);
     }
@@ -231,11 +277,10 @@ void attend_segment(const Problem& p, const Tile& tile, int64_t segment, Scratch
   }
   for (int64_t block = first; block <= last; ++block) {
     const auto [begin, end] = reach(p, tile, block);
-    const float* weights = s.scores.data() + block * size - from;
+    float* weights = s.scores.data() + block * size - from;
     if (block < last) prefetch_page<T>(p, tile, p.keys.v_pages, block + 1);
     if (in_place(block)) {
-      const T* page = static_cast<const T*>(p.keys.v_pages) + p.page_offset(tile, block);
-      weigh_block(p, tile, block, begin, Block<T>{page, p.width}, weights, s);
+      weigh_block(p, tile, block, begin, values_in_page<T>(p, tile, block, s), weights, s);
     } else {
       weigh_block(p, tile, block, begin, gather_values<T>(p, tile, block, end, s), weights, s);
     }
@@ -394,6 +439,7 @@ void paged_attention(const PagedKeys& keys, const float* q, float* out, int64_t 
     case CacheType::f32: return attend<float>(p);
     case CacheType::f16: return attend<F16>(p);
     case CacheType::bf16: return attend<BF16>(p);
+    case CacheType::i8: return attend<I8>(p);
   }
 }
 

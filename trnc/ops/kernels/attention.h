@@ -6,7 +6,7 @@
 
 namespace trnc {
 
-enum class CacheType { f32, f16, bf16 };
+enum class CacheType { f32, f16, bf16, i8 };
 
 // Keys that share one softmax. Longer contexts are merged from segments of this many keys, cut at
 // multiples of it by absolute position, so that threads can share one sequence. Part of the bits.
@@ -16,7 +16,8 @@ struct Sequence {
   int32_t first, count, start;
 };
 
-// The paged cache and the step's own rows. Page size must divide kSegmentKeys, and 16 divide it.
+// The paged cache and the step's own rows. A row of i8 ends with its scale, an f32 in four elements; in a page of keys,
+// which is transposed, these are the last four rows: one f32 for each key. Page size must divide kSegmentKeys, and 16 divide it.
 struct PagedKeys {
   CacheType type;
   void* k_pages;
@@ -26,7 +27,7 @@ struct PagedKeys {
   const int32_t* block_tables;
   const Sequence* sequences;
   int64_t num_sequences, table_width;
-  int64_t kv_heads, head_dim, page_size;
+  int64_t kv_heads, head_dim, row_size, page_size;  // row_size: elements of a stored row
 };
 
 // Writes out [tokens, query_heads, head_dim]; rows of no sequence become zeros.
@@ -34,5 +35,8 @@ void paged_attention(const PagedKeys& keys, const float* q, float* out, int64_t 
                      float scale);
 
 void kv_write(const PagedKeys& keys);
+
+// Rounds `rows` rows of f32 [width] to rows of i8 [width + 4].
+void quantize_kv(const float* x, int8_t* out, int64_t rows, int64_t width);
 
 }  // namespace trnc

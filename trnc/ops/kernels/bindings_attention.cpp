@@ -9,7 +9,8 @@ CacheType cache_type(const Tensor& pages) {
     case ScalarType::Float: return CacheType::f32;
     case ScalarType::Half: return CacheType::f16;
     case ScalarType::BFloat16: return CacheType::bf16;
-    default: STD_TORCH_CHECK(false, "k_pages: expected f32, f16 or bf16, got ", pages.scalar_type());
+    case ScalarType::Char: return CacheType::i8;
+    default: STD_TORCH_CHECK(false, "k_pages: expected f32, f16, bf16 or i8, got ", pages.scalar_type());
   }
 }
 
@@ -62,7 +63,7 @@ PagedKeys paged_keys(const Tensor& k_pages, const Tensor& v_pages, const Tensor&
   return {type, k_pages.mutable_data_ptr(), v_pages.mutable_data_ptr(), k_new.const_data_ptr(),
           v_new.const_data_ptr(), read<int32_t>(block_tables),
           reinterpret_cast<const Sequence*>(read<int32_t>(sequences)), block_tables.size(0),
-          block_tables.size(1), heads, width, page_size};
+          block_tables.size(1), heads, type == CacheType::i8 ? width - 4 : width, width, page_size};
 }
 
 Tensor paged_attention_op(const Tensor& q, const Tensor& k_new, const Tensor& v_new, const Tensor& k_pages,
@@ -76,6 +77,13 @@ Tensor paged_attention_op(const Tensor& q, const Tensor& k_new, const Tensor& v_
   check_sequences(keys, q.size(0), k_pages.size(0), false);
   Tensor out = empty({q.size(0), q.size(1), keys.head_dim}, ScalarType::Float);
   paged_attention(keys, read<float>(q), write<float>(out), q.size(0), q.size(1), static_cast<float>(scale));
+  return out;
+}
+
+Tensor quantize_kv_op(const Tensor& x) {
+  check(x, "quantize_kv: x", ScalarType::Float, 3);
+  Tensor out = empty({x.size(0), x.size(1), x.size(2) + 4}, ScalarType::Char);
+  quantize_kv(read<float>(x), write<int8_t>(out), x.size(0) * x.size(1), x.size(2));
   return out;
 }
 
@@ -103,4 +111,5 @@ TRNC_SHIM aoti_torch_cpu_paged_attention(AtenTensorHandle q, AtenTensorHandle k_
 STABLE_TORCH_LIBRARY_IMPL(trnc, CPU, m) {
   m.impl("paged_attention", TORCH_BOX(&trnc::paged_attention_op));
   m.impl("kv_write", TORCH_BOX(&trnc::kv_write_op));
+  m.impl("quantize_kv", TORCH_BOX(&trnc::quantize_kv_op));
 }

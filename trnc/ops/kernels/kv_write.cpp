@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "parallel.h"
+#include "simd.h"
 
 namespace trnc {
 namespace {
@@ -10,19 +11,20 @@ namespace {
 // Writes one sequence's rows that fall into one page.
 template <class T>
 void write_page(const PagedKeys& keys, const Sequence& seq, const int32_t* table, int64_t block) {
-  const int64_t d = keys.head_dim, size = keys.page_size;
+  const int64_t d = keys.head_dim, stored = keys.row_size, size = keys.page_size;
   const int64_t begin = std::max<int64_t>(seq.start, block * size);
   const int64_t end = std::min<int64_t>(seq.start + seq.count, (block + 1) * size);
   for (int64_t head = 0; head < keys.kv_heads; ++head) {
-    const int64_t page = (table[block] * keys.kv_heads + head) * d * size;
+    const int64_t page = (table[block] * keys.kv_heads + head) * stored * size;
     T* k = static_cast<T*>(keys.k_pages) + page;
     T* v = static_cast<T*>(keys.v_pages) + page;
     for (int64_t position = begin; position < end; ++position) {
       const int64_t slot = position - block * size;
-      const int64_t row = ((seq.first + position - seq.start) * keys.kv_heads + head) * d;
+      const int64_t row = ((seq.first + position - seq.start) * keys.kv_heads + head) * stored;
       const T* key = static_cast<const T*>(keys.k_new) + row;
       for (int64_t i = 0; i < d; ++i) k[i * size + slot] = key[i];
-      std::memcpy(v + slot * d, static_cast<const T*>(keys.v_new) + row, d * sizeof(T));
+      if (stored > d) std::memcpy(k + d * size + slot * 4, key + d, 4);  // the scale, of four bytes
+      std::memcpy(v + slot * stored, static_cast<const T*>(keys.v_new) + row, stored * sizeof(T));
     }
   }
 }
@@ -41,11 +43,39 @@ void write_pages(const PagedKeys& keys) {
   }
 }
 
+// amax / 127 is the scale; a row without a number to scale by is zeros, and NaN or infinity shows in its scale.
+void quantize_row(const float* x, int8_t* out, int64_t width) {
+  const I32x16 magnitude = broadcast(0x7fffffff);
+  I32x16 top = broadcast(0);
+  for (int64_t i = 0; i < width; i += kLanes)
+    top = max(top, as_int(load_n(x + i, static_cast<int>(width - i))) & magnitude);
+  const int32_t bits = reduce_max(top);
+  float amax;
+  std::memcpy(&amax, &bits, sizeof amax);
+  const F32x16 inverse = broadcast(amax > 1e-30f && amax < 1e38f ? 127.0f / amax : 0.0f);
+  for (int64_t i = 0; i < width; i += kLanes) {
+    int8_t q[kLanes];
+    store_i8(q, to_int(load_n(x + i, static_cast<int>(width - i)) * inverse));
+    std::memcpy(out + i, q, std::min<int64_t>(kLanes, width - i));
+  }
+  const float scale = amax / 127.0f;
+  std::memcpy(out + width, &scale, sizeof scale);
+}
+
 }  // namespace
 
 void kv_write(const PagedKeys& keys) {
-  if (keys.type == CacheType::f32) return write_pages<uint32_t>(keys);
-  write_pages<uint16_t>(keys);
+  switch (keys.type) {
+    case CacheType::f32: return write_pages<uint32_t>(keys);
+    case CacheType::i8: return write_pages<uint8_t>(keys);
+    default: return write_pages<uint16_t>(keys);
+  }
+}
+
+void quantize_kv(const float* x, int8_t* out, int64_t rows, int64_t width) {
+  parallel_for(rows, std::max<int64_t>(1, 16384 / width), [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) quantize_row(x + row * width, out + row * (width + 4), width);
+  });
 }
 
 }  // namespace trnc

@@ -13,10 +13,12 @@ constexpr int kVectors = kWide ? 4 : 1;  // ... times vectors
 
 struct F16 { uint16_t bits; };
 struct BF16 { uint16_t bits; };
+struct I8 { int8_t value; };
 
 inline F32x16 widen(const float* p) { return load(p); }
 inline F32x16 widen(const F16* p) { return load_f16(&p->bits); }
 inline F32x16 widen(const BF16* p) { return load_bf16(&p->bits); }
+inline F32x16 widen(const I8* p) { return load_i8(&p->value); }
 
 template <class T>
 F32x16 widen_n(const T* p, int n) {

@@ -3,6 +3,7 @@
 //
 //   F32x16, I32x16      load, store, broadcast, + - * /, max, min (b where either is NaN), fma(a, b, c)
 //   load_n, store_n     the first n lanes only (0 <= n; 16 or more is all); the rest load as zero
+//   load_f16, load_bf16, load_i8  16 of these, widened
 //   Mask                bit i stands for lane i: less, equal, select(mask, where set, elsewhere)
 //   to_int              to the nearest, ties to even, for |x| < 2^22; to_float
 //   first_lane          lane 0

@@ -50,6 +50,11 @@ inline void store_n(float* p, F32x16 a, int n) {
 inline F32x16 load_f16(const uint16_t* p) { return {detail::widen_f16(p), detail::widen_f16(p + 8)}; }
 inline F32x16 load_bf16(const uint16_t* p) { return {detail::widen_bf16(p), detail::widen_bf16(p + 8)}; }
 
+inline F32x16 load_i8(const int8_t* p) {
+  const __m128i low = _mm_loadl_epi64((const __m128i*)p), high = _mm_loadl_epi64((const __m128i*)(p + 8));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(high))};
+}
+
 inline float first_lane(F32x16 a) { return _mm256_cvtss_f32(a.lo); }
 
 inline F32x16 operator+(F32x16 a, F32x16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }

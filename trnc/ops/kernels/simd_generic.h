@@ -107,6 +107,11 @@ inline I32x16 load_u16(const uint16_t* p) {
   for (int i = 0; i < kLanes; ++i) a.v[i] = p[i];
   return a;
 }
+inline F32x16 load_i8(const int8_t* p) {
+  I32x16 a;
+  for (int i = 0; i < kLanes; ++i) a.v[i] = p[i];
+  return to_float(a);
+}
 inline F32x16 load_bf16(const uint16_t* p) { return as_float(shift_left<16>(load_u16(p))); }
 // The bits of |x| moved to an f32's place are x * 2^-112, subnormals too; infinity and NaN keep all
 // exponent bits.
