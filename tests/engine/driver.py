@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tests.scripted_executor import ScriptedExecutor
 from trnc.core import SamplingParams
 from trnc.engine.loops import Engine
-from trnc.engine.messages import Delta, Failed, Shutdown, Stats, Submit, ToApi, ToEngine
+from trnc.engine.messages import Delta, Deltas, Failed, Shutdown, Stats, Submit, ToApi, ToEngine
 from trnc.engine.scheduler import Scheduler
 from trnc.engine.trace import Began, TraceEvent
 
@@ -46,7 +46,7 @@ class Driver:
     executor: ScriptedExecutor
     arrivals: Mapping[int, Sequence[ToEngine]]
     max_waiting: int | None = None
-    sent: list[ToApi] = field(default_factory=list)
+    sent: list[ToApi | Delta] = field(default_factory=list)
     events: list[TraceEvent] = field(default_factory=list)
     turn: int = -1
 
@@ -57,10 +57,13 @@ class Driver:
             scheduler=self.scheduler,
             executor=self.executor,
             receive=self.receive,
-            send=self.sent.append,
+            send=self.send,
             trace=self.events.append,
             clock=lambda: float(self.turn),
         )
+
+    def send(self, message: ToApi) -> None:
+        self.sent += message.deltas if isinstance(message, Deltas) else [message]
 
     def receive(self, wait: bool) -> Sequence[ToEngine]:
         check_ownership(self.scheduler)

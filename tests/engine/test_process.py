@@ -8,6 +8,7 @@ import socket as sockets
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from trnc.core import Executor, SamplingParams
 from trnc.engine.messages import (
     Abort,
     Delta,
+    Deltas,
     Failed,
     GetStats,
     Ready,
@@ -40,7 +42,7 @@ from trnc.errors import ConfigError
 REPO = Path(__file__).parents[2]
 PATIENCE_MS = 60_000  # how long a message may take before the test is called hung
 GREEDY = SamplingParams()
-Message = TypeVar("Message", bound=ToApi)
+Message = TypeVar("Message", bound=ToApi | Delta)
 
 
 class Api:
@@ -48,14 +50,21 @@ class Api:
 
     def __init__(self, *, socket: zmq.Socket[bytes]) -> None:
         self.socket = socket
+        self.deltas: deque[Delta] = deque()  # of a message that is being read
 
     def send(self, *messages: ToEngine) -> None:
         for message in messages:
             self.socket.send(encode(message))
 
-    def receive(self) -> ToApi:
-        assert self.socket.poll(PATIENCE_MS), "the engine says nothing"
-        return decode_to_api(self.socket.recv())
+    def receive(self) -> ToApi | Delta:
+        """Return the next message; those of a step one by one."""
+        while not self.deltas:
+            assert self.socket.poll(PATIENCE_MS), "the engine says nothing"
+            message = decode_to_api(self.socket.recv())
+            if not isinstance(message, Deltas):
+                return message
+            self.deltas += message.deltas
+        return self.deltas.popleft()
 
     def expect(self, kind: type[Message]) -> Message:
         """Return the next message, which must be of this kind; Stats that come by are skipped."""
@@ -182,16 +191,18 @@ def test_a_frame_that_is_no_message_is_dropped(
 
 
 def test_bad_requests_are_refused_and_the_queue_is_bounded(api: Api, endpoint: str) -> None:
-    gate = threading.Semaphore(0)
-    executor = ScriptedExecutor(info=small_info(max_rows=1), gate=gate)
+    info = small_info(max_rows=1, max_context=16384, num_pages=4097)
+    executor = ScriptedExecutor(info=info)
     with engine(api, endpoint, executor, EngineOptions(max_waiting=0)):
-        api.send(submit("empty", []), submit("a", range(5), 3), submit("b", range(5), 3))
+        api.send(submit("empty", []), submit("a", range(5), 10_000))
         assert api.expect(Failed).param == "prompt"
-        failed = api.expect(Failed)
-        assert (failed.request_id, failed.param) == ("b", None)
+        assert api.expect(Delta).request_id == "a"  # it has the only row, and keeps it
+        api.send(submit("b", range(5), 3))
+        while isinstance(failed := api.receive(), Delta | Stats):
+            pass
+        assert isinstance(failed, Failed)
+        assert (failed.request_id, failed.param, failed.code) == ("b", None, "queue_full")
         assert "queue is full" in failed.message
-        gate.release(100)
-        assert len(api.tokens("a")) == 3
         api.send(Shutdown())
 
 

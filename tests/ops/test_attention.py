@@ -256,7 +256,7 @@ def test_wrong_arguments_are_named() -> None:
     refused(0, step.q[:, :5].contiguous(), "q: 5 heads do not divide into groups of 2")
     refused(1, step.k_new.float(), "k_new: expected .* Half, got .* Float")
     refused(2, step.v_new[:2], "v_new: expected size 3 in dimension 0, got 2")
-    refused(3, cache.k.double(), "k_pages: expected f32, f16 or bf16, got Double")
+    refused(3, cache.k.double(), "k_pages: expected f32, f16, bf16 or i8, got Double")
     refused(4, cache.v[:1], "v_pages: expected size 4 in dimension 0, got 1")
     refused(5, step.tables[:, :1].contiguous(), "sequence 0 needs 2 pages, the table has 1")
     refused(5, step.tables * 0 - 1, "sequence 0 names page -1 of 4")

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import openai
 import uvicorn
-import zmq.asyncio
+import zmq
 
 from tests.scripted_executor import ScriptedExecutor
 from tests.serve.toy_model import TEMPLATE, toy_tokenizer
@@ -42,6 +42,7 @@ class Setup:
     max_rows: int = 4
     max_context: int = 512
     num_pages: int = 400
+    max_waiting: int | None = None
     gate: threading.Semaphore | None = None
     die_at: tuple[int, ...] = ()
     fail_at: tuple[int, ...] = ()
@@ -128,7 +129,7 @@ class Server:
 
     async def _run(self, started: threading.Event) -> None:
         self._loop = asyncio.get_running_loop()
-        with tempfile.TemporaryDirectory() as folder, zmq.asyncio.Context() as context:
+        with tempfile.TemporaryDirectory() as folder, zmq.Context() as context:
             endpoint = f"ipc://{Path(folder) / 'e'}"
             self.engine = EngineClient(socket=bind_socket(context, endpoint))
             running = asyncio.ensure_future(self.engine.run())
@@ -172,7 +173,7 @@ class Server:
             report("building the executor")
             return self.executor, {"everything": 0.0}, self._setup.features
 
-        serve_engine(factory, endpoint, EngineOptions())
+        serve_engine(factory, endpoint, EngineOptions(max_waiting=self._setup.max_waiting))
 
     def stop(self) -> None:
         if self._client is not None:

@@ -20,6 +20,7 @@ from trnc.core import SamplingParams
 from trnc.engine.messages import (
     Abort,
     Delta,
+    Deltas,
     Failed,
     GetStats,
     Ready,
@@ -30,7 +31,7 @@ from trnc.engine.messages import (
 )
 from trnc.errors import EngineError, RequestError
 from trnc.serve.engine_client import EngineClient, bind_socket
-from trnc.serve.errors import EngineUnavailableError
+from trnc.serve.errors import EngineUnavailableError, QueueFullError
 
 HELLO = [{"role": "user", "content": "hello"}]
 READY = Ready(
@@ -159,6 +160,19 @@ def test_an_unexpected_error_says_nothing_of_its_inside(monkeypatch):
         assert completion(server).status_code == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_queue_is_a_503(stream):
+    setup = Setup(max_rows=1, max_waiting=0, max_context=20_000, num_pages=2_000)
+    with running(setup) as server:
+        endless = raw_request(server, stream=True)
+        endless.recv(100)  # it has the only row, and keeps it
+        answer = chat(server, stream=stream)
+        error = error_of(answer)
+        assert answer.status_code == 503
+        assert (error["type"], error["code"]) == ("service_unavailable_error", "queue_full")
+        endless.close()
+
+
 def test_an_error_in_a_stream_is_an_event():
     with running(Setup(fail_at=(4,))) as server, server.http() as http:
         body = {"messages": HELLO, "stream": True, "ignore_eos": True}
@@ -179,9 +193,10 @@ class Engine:
         self.socket = context.socket(zmq.PAIR)
         self.socket.connect(endpoint)
 
-    async def send(self, *messages: ToApi) -> None:
+    async def send(self, *messages: ToApi | Delta) -> None:
         for message in messages:
-            await self.socket.send(encode(message))
+            whole = Deltas((message,)) if isinstance(message, Delta) else message
+            await self.socket.send(encode(whole))
 
     async def receive(self) -> object:
         return decode_to_engine(await self.socket.recv())
@@ -190,8 +205,8 @@ class Engine:
 @asynccontextmanager
 async def pair(path: Path) -> AsyncIterator[tuple[EngineClient, Engine]]:
     endpoint = f"ipc://{path / 'e'}"
-    with zmq.asyncio.Context() as context:
-        client = EngineClient(socket=bind_socket(context, endpoint))
+    with zmq.asyncio.Context() as context, zmq.Context() as plain:
+        client = EngineClient(socket=bind_socket(plain, endpoint))
         engine = Engine(context, endpoint)
         running = asyncio.ensure_future(client.run())
         await engine.send(READY)
@@ -271,6 +286,7 @@ def test_abort_by_id_ends_the_stream(tmp_path):
     [
         (Failed("r", "too long", "prompt"), RequestError),
         (Failed("r", "the step failed"), EngineError),
+        (Failed("r", "the queue is full", code="queue_full"), QueueFullError),
     ],
 )
 def test_a_failed_request_raises(tmp_path, failed, kind):

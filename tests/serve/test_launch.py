@@ -82,6 +82,14 @@ def test_an_engine_that_cannot_start_ends_the_server():
         assert "error: The engine" in server.output
 
 
+def test_it_stops_at_once_while_the_engine_starts():
+    with launched("stuck") as server:
+        pid = int(server.read_until(r"engine pid (\d+)")[1])
+        server.process.send_signal(signal.SIGINT)
+        assert server.finish() == 0, server.output
+        wait_until_gone(pid)
+
+
 def test_an_engine_that_is_killed_leaves_a_server_that_says_so():
     with launched() as server:
         pid = int(server.read_until(r"engine pid (\d+)")[1])

@@ -1,7 +1,7 @@
 """`python -m tests.serve.toy_server PORT MODE`: the launcher as `trnc serve` uses it.
 
 The engine process is this module again, with an endpoint instead of a port. MODE is `ok`, `fail`
-(the engine cannot start) or `hang` (a step never ends).
+(the engine cannot start), `stuck` (its start never ends) or `hang` (a step never ends).
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def run_engine(endpoint: str, mode: str) -> int:
         report(f"engine pid {os.getpid()}")
         if mode == "fail":
             raise CheckpointError("no weights")
+        if mode == "stuck":
+            threading.Event().wait()
         gate = threading.Semaphore(0) if mode == "hang" else None
         return ScriptedExecutor(info=info, gate=gate), {"load the weights": 1.25}, ()
 

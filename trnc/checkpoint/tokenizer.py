@@ -66,6 +66,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.decoding = classify(backend)
+        self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the ids of a text. Special tokens spelled in it become their ids.
@@ -99,10 +100,14 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return what one token adds to a text in its middle, as bytes (maybe not whole UTF-8)."""
-        token = self.id_to_token(token_id)
-        if token is None:
-            return b""
-        return token_bytes(token, self.decoding, added=token_id in self.special_ids)
+        data = self._bytes.get(token_id)
+        if data is None:
+            token = self.id_to_token(token_id)
+            if token is None:  # not kept: there is no end of such ids
+                return b""
+            data = token_bytes(token, self.decoding, added=token_id in self.special_ids)
+            self._bytes[token_id] = data
+        return data
 
 
 # --- decoding, token by token ---------------------------------------------------------------------

@@ -1,4 +1,9 @@
-"""`trnc bench`: a quick look at the speed of this machine, without HTTP and without peers."""
+"""`trnc bench`: a quick look at the speed of this machine, without HTTP and without peers.
+
+Every round runs the same requests in both loops. In the plain one the device waits while the host
+works, so the host's time of a step is what the step took outside the device call. In the overlapped
+one the host works meanwhile, and what is left is the gap between two device calls.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,8 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -14,20 +21,39 @@ from rich.table import Table
 from trnc.cli.arguments import EngineArguments
 from trnc.cli.console import say
 from trnc.cli.engine_command import start
-from trnc.core import Executor, SamplingParams
-from trnc.engine.messages import Submit
+from trnc.core import SamplingParams, Step
+from trnc.engine.loops import Engine, overlapped_loop
+from trnc.engine.messages import Shutdown, Submit, ToEngine
 from trnc.engine.scheduler import Scheduler
+from trnc.engine.trace import discard
 from trnc.presets import load_preset
+
+if TYPE_CHECKING:
+    from trnc.runtime.executor import ProgramExecutor
+
+COLUMNS = ("sequences", "prefill tok/s", "decode tok/s", "ms a step", "host us", "gap us")
+CAPTION = (
+    "host: a decode step outside the device call, plain loop; "
+    "gap: between two device calls, overlapped loop"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One step of the plain loop: seconds in all, and of them in the device call."""
+
+    step: Step
+    seconds: float
+    device: float
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One round: seconds of all prefill and all decode steps, and of the host beside the device."""
+    """One round: seconds of all prefill steps, the decode steps, and the gaps between calls."""
 
     prefill_seconds: float
-    decode_seconds: float
-    decode_steps: int
-    host_seconds: float
+    decodes: list[Timed]
+    gaps: list[float]
 
 
 def run_bench(
@@ -36,9 +62,9 @@ def run_bench(
     """Print a table of prefill and decode throughput for each number of sequences."""
     console = Console()
     executor, timings, _ = start(arguments, say(console, "dim"))
-    table = Table(title=f"{prompt_tokens} prompt tokens, {output_tokens} output tokens, medians")
-    columns = ("sequences", "prefill tok/s", "decode tok/s", "ms a step", "of it host ms")
-    for column in columns:
+    title = f"{prompt_tokens} prompt tokens, {output_tokens} output tokens, medians"
+    table = Table(title=title, caption=CAPTION)
+    for column in COLUMNS:
         table.add_column(column, justify="right")
     try:
         for rows in load_preset(arguments.preset).decode_rows:
@@ -54,7 +80,7 @@ def run_bench(
 
 
 def _requests(
-    executor: Executor, rows: int, prompt_tokens: int, output_tokens: int, seed: int
+    executor: ProgramExecutor, rows: int, prompt_tokens: int, output_tokens: int, seed: int
 ) -> list[Submit]:
     """Random prompts, different in each round so that no prefix is cached."""
     pick = random.Random(seed * 1000 + rows)
@@ -70,42 +96,64 @@ def _requests(
     ]
 
 
-def _measure(executor: Executor, requests: list[Submit]) -> Measured:
+def _measure(executor: ProgramExecutor, requests: list[Submit]) -> Measured:
     scheduler = Scheduler(info=executor.info)
     for request in requests:
         scheduler.submit(request)
-    seconds = {"prefill": 0.0, "decode": 0.0}
-    device, steps, begun = 0.0, 0, time.perf_counter()
-    for step, total, waited in _steps(executor, scheduler):
-        seconds[step] += total
-        device += waited
-        steps += step == "decode"
-    host = time.perf_counter() - begun - device
-    return Measured(seconds["prefill"], seconds["decode"], steps, host)
+    steps = list(_plain(executor, scheduler))
+    return Measured(
+        prefill_seconds=sum(timed.seconds for timed in steps if timed.step == "prefill"),
+        decodes=[timed for timed in steps if timed.step == "decode"],
+        gaps=_overlapped_gaps(executor, scheduler, requests),
+    )
 
 
-def _steps(executor: Executor, scheduler: Scheduler) -> Iterator[tuple[str, float, float]]:
-    """Run the plain loop; yield each step with its seconds, in all and of the device alone."""
+def _plain(executor: ProgramExecutor, scheduler: Scheduler) -> Iterator[Timed]:
+    """Run the plain loop without its messages."""
     begun = time.perf_counter()
     while (plan := scheduler.plan()) is not None:
-        submitted = executor.submit(plan)
-        waiting = time.perf_counter()
-        result = submitted.result()
-        landed = time.perf_counter()
-        scheduler.commit(plan, result)
+        scheduler.commit(plan, executor.submit(plan).result())
         done = time.perf_counter()
-        yield plan.step, done - begun, landed - waiting
+        call_began, call_ended = executor.recent_calls[-1]
+        yield Timed(plan.step, done - begun, call_ended - call_began)
         begun = done
+
+
+def _overlapped_gaps(
+    executor: ProgramExecutor, scheduler: Scheduler, requests: list[Submit]
+) -> list[float]:
+    """Run the requests again, their prompts in the prefix cache, in the overlapped loop."""
+    inbox: list[ToEngine] = [*requests]
+
+    def receive(_wait: bool) -> list[ToEngine]:
+        arrived, inbox[:] = inbox[:], []
+        return arrived or ([] if scheduler.has_work else [Shutdown()])
+
+    executor.recent_calls.clear()
+    overlapped_loop(
+        Engine(
+            scheduler=scheduler,
+            executor=executor,
+            receive=receive,
+            send=lambda _: None,
+            trace=discard,
+            clock=time.perf_counter,
+        )
+    )
+    calls = executor.recent_calls
+    return [later_began - ended for (_, ended), (later_began, _) in pairwise(calls)]
 
 
 def _summary(rows: int, prompt_tokens: int, measured: list[Measured]) -> tuple[str, ...]:
     prefill = statistics.median(rows * prompt_tokens / m.prefill_seconds for m in measured)
-    step = statistics.median(m.decode_seconds / m.decode_steps for m in measured)
-    host = statistics.median(m.host_seconds / m.decode_steps for m in measured)
+    step = statistics.median(timed.seconds for m in measured for timed in m.decodes)
+    host = statistics.median(timed.seconds - timed.device for m in measured for timed in m.decodes)
+    gap = statistics.median(gap for m in measured for gap in m.gaps)
     return (
         str(rows),
         f"{prefill:.0f}",
         f"{rows / step:.1f}",
         f"{step * 1000:.2f}",
-        f"{host * 1000:.2f}",
+        f"{host * 1e6:.0f}",
+        f"{gap * 1e6:.0f}",
     )

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from trnc.compiler.manifest import Manifest
     from trnc.compiler.program import ProgramConfig
     from trnc.compiler.store import Store
-    from trnc.core import Executor
     from trnc.ops.native import Target
+    from trnc.runtime.executor import ProgramExecutor
 
 
 def main() -> int:
@@ -48,7 +48,7 @@ def main() -> int:
 
 def start(
     arguments: EngineArguments, report: Report
-) -> tuple[Executor, dict[str, float], tuple[str, ...]]:
+) -> tuple[ProgramExecutor, dict[str, float], tuple[str, ...]]:
     """Build the executor; what the store lacks is compiled with a progress bar on stderr."""
     begun = time.perf_counter()
     with without_collections():

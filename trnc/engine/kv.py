@@ -68,6 +68,7 @@ class KvCache:
             request.node = self.tree.insert(request.node, key, own)
             if request.node.page != own:
                 request.pages[index] = request.node.page
+                request.table = ()
                 self.pool.give_back(own)
 
     def release(self, request: Request) -> None:
@@ -78,6 +79,7 @@ class KvCache:
         self.tree.unlock(request.node)
         request.node = None
         request.pages = []
+        request.table = ()
         request.scheduled = request.computed = 0
 
     def _take(self) -> int:

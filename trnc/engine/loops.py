@@ -53,7 +53,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from trnc.core import Executor, StepHandle, StepPlan, StepResult
-from trnc.engine.messages import Abort, Failed, GetStats, Shutdown, Stats, Submit, ToApi, ToEngine
+from trnc.engine.messages import (
+    Abort,
+    Deltas,
+    Failed,
+    GetStats,
+    Shutdown,
+    Stats,
+    Submit,
+    ToApi,
+    ToEngine,
+)
 from trnc.engine.scheduler import Scheduler
 from trnc.engine.trace import Broke, Ended, Planned, TraceSink
 from trnc.errors import EngineError, RequestError
@@ -138,15 +148,14 @@ class Engine:
     def land(self, flight: Flight) -> None:
         """Wait for the oldest step in flight and send what it gave."""
         outcome = self._wait(flight)
-        answers: list[ToApi]
         if isinstance(outcome, EngineError):
             self._trace(Broke(str(outcome)))
-            answers = [*self.scheduler.fail(flight.plan, f"engine error: {outcome}")]
+            for failed in self.scheduler.fail(flight.plan, f"engine error: {outcome}"):
+                self._send(failed)
         else:
             self._trace(Ended(outcome))
-            answers = [*self.scheduler.commit(flight.plan, outcome)]
-        for answer in answers:
-            self._send(answer)
+            if deltas := self.scheduler.commit(flight.plan, outcome):
+                self._send(Deltas(tuple(deltas)))
         if self._last_result - self._last_stats >= STATS_SECONDS:
             self._last_stats = self._last_result
             self._send(self.stats())
@@ -199,10 +208,10 @@ class Engine:
 
     def _submit(self, message: Submit) -> None:
         try:
-            for delta in self.scheduler.submit(message):
-                self._send(delta)
+            if deltas := self.scheduler.submit(message):
+                self._send(Deltas(tuple(deltas)))
         except RequestError as error:
-            self._send(Failed(message.request_id, str(error), error.param))
+            self._send(Failed(message.request_id, str(error), error.param, error.code))
 
 
 def plain_loop(engine: Engine) -> None:

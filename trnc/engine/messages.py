@@ -11,6 +11,8 @@ import msgspec
 
 from trnc.core import FinishReason, SamplingParams, TokenLogprobs
 
+QUEUE_FULL = "queue_full"
+
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """Start a request. Token ids are checked by the sender; the engine checks the limits.
@@ -64,7 +66,7 @@ class Starting(msgspec.Struct, frozen=True, tag=True):
     line: str
 
 
-class Delta(msgspec.Struct, frozen=True, tag=True):
+class Delta(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request, in order. The last one has a `finish_reason`.
 
     The token that ended the text (eos or a stop id) is in `token_ids` too, as `stop_token_id`.
@@ -79,12 +81,22 @@ class Delta(msgspec.Struct, frozen=True, tag=True):
     cached_tokens: int = 0
 
 
+class Deltas(msgspec.Struct, frozen=True, tag=True):
+    """What one step gave, in one message: each one that is sent wakes threads on both sides."""
+
+    deltas: tuple[Delta, ...]
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The engine refused or lost one request; the others go on."""
+    """The engine refused or lost one request; the others go on.
+
+    `code` tells the API process what it is to say of it, such as `QUEUE_FULL`.
+    """
 
     request_id: str
     message: str
     param: str | None = None
+    code: str | None = None
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):
@@ -107,7 +119,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = Submit | Abort | GetStats | Shutdown
-ToApi = Ready | Starting | Delta | Failed | Stats
+ToApi = Ready | Starting | Deltas | Failed | Stats
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -11,6 +11,7 @@ while the executor is being built it just kills, for there is nothing to finish 
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -90,6 +91,8 @@ def serve_engine(executor_factory: ExecutorFactory, endpoint: str, options: Engi
             return 1
         stack.callback(executor.close)
         stack.enter_context(_handled(signal.SIGTERM, lambda *_: channel.terminate()))
+        gc.freeze()  # what the start left stays: a full collection would look at it for long
+        stack.callback(gc.unfreeze)  # libraries look for leaks when the process ends
         channel.send(_ready(executor.info, timings, features))
         return _serve(executor, channel, trace, options)
 

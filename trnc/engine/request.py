@@ -23,7 +23,9 @@ class Request:
 
     `preemptions` also tells a step that was planned before the last preemption (what it wrote is
     lost) from one planned since. `node` is the deepest page that it shares through the prefix
-    tree: the first `node.depth` of `pages` are the tree's, the others are its own.
+    tree: the first `node.depth` of `pages` are the tree's, the others are its own. `table` is what
+    the last plan had of `pages`, so that the next one need not copy them; who replaces a page
+    empties it.
     """
 
     request_id: str
@@ -37,6 +39,7 @@ class Request:
     slot: int | None = None
     node: Node | None = None
     pages: list[int] = field(default_factory=list)
+    table: tuple[int, ...] = ()
     scheduled: int = 0
     computed: int = 0
     pending: int = 0

@@ -37,7 +37,7 @@ from trnc.core import (
     TokenLogprobs,
 )
 from trnc.engine.kv import KvCache
-from trnc.engine.messages import Delta, Failed, Submit
+from trnc.engine.messages import QUEUE_FULL, Delta, Failed, Submit
 from trnc.engine.request import Request, new_request
 from trnc.errors import RequestError
 
@@ -98,7 +98,10 @@ class Scheduler:
         if message.request_id in self._requests:
             raise RequestError(f"request id '{message.request_id}' is in use", param="request_id")
         if len(self.waiting) >= self._queue_room():
-            raise RequestError(f"The request queue is full ({self._max_waiting} are waiting).")
+            raise RequestError(
+                f"The request queue is full ({self._max_waiting} are waiting); try again later.",
+                code=QUEUE_FULL,
+            )
         request = new_request(message, self._info)
         if request.next_output >= request.max_tokens:
             return [Delta(request.request_id, (), finish_reason="length")]
@@ -185,12 +188,15 @@ class Scheduler:
         """Schedule the next `count` positions of a running request."""
         assert request.slot is not None, "only running requests are scheduled"
         start, end = request.scheduled, request.scheduled + count
+        pages = -(-end // self._info.page_size)
+        if len(request.table) != pages:
+            request.table = tuple(request.pages[:pages])
         plan = SequencePlan(
             slot=request.slot,
             start=start,
             count=count,
             token_ids=None if request.pending else tuple(request.token_ids[start:end]),
-            pages=tuple(request.pages[: -(-end // self._info.page_size)]),
+            pages=request.table,
             sample=count == request.remaining,
             output_index=request.next_output,
             sampling=request.sampling,

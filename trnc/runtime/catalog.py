@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from trnc.core import StepPlan, VariantKey
+from trnc.core import Sampling, Step, StepPlan, VariantKey
 from trnc.errors import EngineError
+
+_Kind = tuple[Step, Sampling, bool, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +16,15 @@ class Catalog:
     """All variants that may run, smallest bucket first."""
 
     keys: tuple[VariantKey, ...]
+    _by_kind: dict[_Kind, list[VariantKey]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Sort the keys by what they can do, so that a choice looks at the buckets only."""
+        by_kind: dict[_Kind, list[VariantKey]] = {}
+        for key in self.keys:
+            kind = (key.step, key.sampling, key.logprobs, key.logit_bias)
+            by_kind.setdefault(kind, []).append(key)
+        object.__setattr__(self, "_by_kind", by_kind)
 
     @classmethod
     def of(cls, keys: Iterable[VariantKey]) -> Catalog:
@@ -26,20 +37,18 @@ class Catalog:
         Raises:
             EngineError: no variant holds it. The scheduler's limits should make that impossible.
         """
-        sampling = [s.sampling for s in plan.sequences if s.sample]
-        mode = "sample" if any(s.mode == "sample" for s in sampling) else "greedy"
-        logprobs = any(s.logprobs is not None for s in sampling)
-        logit_bias = any(s.logit_bias for s in sampling)
-        tokens = sum(s.count for s in plan.sequences)
-        for key in self.keys:
-            if (
-                key.step == plan.step
-                and key.tokens >= tokens
-                and key.rows >= len(plan.sequences)
-                and key.sampling == mode
-                and key.logprobs == logprobs
-                and key.logit_bias == logit_bias
-            ):
+        mode: Sampling = "greedy"
+        logprobs = logit_bias = False
+        tokens = 0
+        for sequence in plan.sequences:
+            tokens += sequence.count
+            if sequence.sample:
+                sampling = sequence.sampling
+                mode = "sample" if sampling.temperature else mode
+                logprobs = logprobs or sampling.logprobs is not None
+                logit_bias = logit_bias or bool(sampling.logit_bias)
+        for key in self._by_kind.get((plan.step, mode, logprobs, logit_bias), ()):
+            if key.tokens >= tokens and key.rows >= len(plan.sequences):
                 return key
         raise EngineError(
             f"no compiled variant runs a {plan.step} of {tokens} tokens in {len(plan.sequences)} "

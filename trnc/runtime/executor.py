@@ -1,11 +1,14 @@
 """The executor: takes step plans, runs their variants one after the other, reads back the picks.
 
 One worker thread runs the steps, in the order of `submit`. With the compiled runner a step holds no
-lock of Python, so the caller can plan the next one meanwhile.
+lock of Python, so the caller can plan the next one meanwhile. A step in flight has input tensors of
+its own; they are given back when it has ended, so a variant has as many sets as were in flight.
 """
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
@@ -14,7 +17,9 @@ from torch import Tensor
 
 from trnc.core import ExecutorInfo, StepPlan, StepResult, TokenLogprobs, VariantKey
 from trnc.runtime.catalog import Catalog
-from trnc.runtime.inputs import Inputs, build_inputs
+from trnc.runtime.inputs import InputBuffers, Inputs
+
+RECENT_CALLS = 4096
 
 
 class ProgramRunner(Protocol):
@@ -25,7 +30,11 @@ class ProgramRunner(Protocol):
 
 
 class ProgramExecutor:
-    """`trnc.core.Executor` over a catalog and a program runner."""
+    """`trnc.core.Executor` over a catalog and a program runner.
+
+    `recent_calls` are the last calls of the runner, oldest first: when each began and ended, by
+    `time.perf_counter`. All else that a step takes is the host's time.
+    """
 
     def __init__(
         self,
@@ -43,6 +52,8 @@ class ProgramExecutor:
         self._max_pages = max_pages
         self._spare_slot = spare_slot
         self._count_compiles = count_compiles
+        self.recent_calls: deque[tuple[float, float]] = deque(maxlen=RECENT_CALLS)
+        self._unused: defaultdict[VariantKey, list[InputBuffers]] = defaultdict(list)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trnc-step")
 
     @property
@@ -53,8 +64,8 @@ class ProgramExecutor:
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """Queue one step; its inputs are built here, on the caller's thread."""
         key = self._catalog.select(plan)
-        inputs = build_inputs(plan, key, max_pages=self._max_pages, spare_slot=self._spare_slot)
-        return self._worker.submit(self._run, plan, key, inputs)
+        buffers = self._take_buffers(key)
+        return self._worker.submit(self._run, plan, key, buffers, buffers.fill(plan))
 
     def compiles_after_ready(self) -> int:
         """Return how many artifacts were built since the executor was; anything but 0 is a bug."""
@@ -64,8 +75,21 @@ class ProgramExecutor:
         """Wait for the steps in flight and stop the worker."""
         self._worker.shutdown(wait=True)
 
-    def _run(self, plan: StepPlan, key: VariantKey, inputs: Inputs) -> StepResult:
-        tokens, *logprobs = self._runner.run(key, inputs)
+    def _take_buffers(self, key: VariantKey) -> InputBuffers:
+        unused = self._unused[key]
+        if unused:
+            return unused.pop()
+        return InputBuffers(key, max_pages=self._max_pages, spare_slot=self._spare_slot)
+
+    def _run(
+        self, plan: StepPlan, key: VariantKey, buffers: InputBuffers, inputs: Inputs
+    ) -> StepResult:
+        began = time.perf_counter()
+        try:
+            tokens, *logprobs = self._runner.run(key, inputs)
+        finally:
+            self.recent_calls.append((began, time.perf_counter()))
+            self._unused[key].append(buffers)
         picked = tokens.tolist()
         return StepResult(
             tokens=tuple(

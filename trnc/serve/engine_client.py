@@ -1,9 +1,10 @@
 """The process boundary: a request out, token deltas in.
 
-One ZeroMQ socket, one reader task. The reader never waits for a consumer: each request has its
-own unbounded queue (bounded in fact by the request's `max_tokens`), so a client that reads slowly
-holds up no one else. Sending never waits either, so that an abort can be sent while a coroutine
-is being cancelled.
+One ZeroMQ socket, read from a callback of the event loop. Reading never waits for a consumer: each
+request has its own unbounded queue (bounded in fact by its `max_tokens`), so a client that reads
+slowly holds up no one else. Sending never waits either, so that an abort can be sent while a
+coroutine is being cancelled. This is the hot path of the API process, and it runs on the model's
+cores, so the sockets are plain ones: `zmq.asyncio` costs more a message than all the rest here.
 
 Every request that is in flight keeps its `Submit` and the tokens it has been given, which is what
 another engine would need to go on with it. When the engine is lost, every stream ends with an
@@ -15,17 +16,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import zmq
-import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
 
 from trnc.engine.messages import (
+    QUEUE_FULL,
     Abort,
     Delta,
+    Deltas,
     Failed,
     GetStats,
     Ready,
@@ -33,12 +35,13 @@ from trnc.engine.messages import (
     Starting,
     Stats,
     Submit,
+    ToApi,
     ToEngine,
     decode_to_api,
     encode,
 )
 from trnc.errors import EngineError, RequestError
-from trnc.serve.errors import EngineUnavailableError
+from trnc.serve.errors import EngineUnavailableError, QueueFullError
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class InFlight:
     queue: asyncio.Queue[Delta | Exception] = field(default_factory=asyncio.Queue)
 
 
-def bind_socket(context: zmq.asyncio.Context, endpoint: str) -> zmq.asyncio.Socket:
+def bind_socket(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
     """Return the API process's end, bound to `endpoint`; the engine connects to it.
 
     No high-water mark: a full pipe would make a send wait, and an abort must not.
@@ -71,7 +74,7 @@ class EngineClient:
     def __init__(
         self,
         *,
-        socket: zmq.asyncio.Socket,
+        socket: zmq.Socket[bytes],
         on_starting: Callable[[str], None] = log.info,
     ) -> None:
         self._socket = socket
@@ -84,18 +87,20 @@ class EngineClient:
 
     async def run(self) -> None:
         """Read the socket until the engine is gone or this is cancelled."""
+        loop = asyncio.get_running_loop()
         monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        reader = asyncio.ensure_future(self._read())
-        watcher = asyncio.ensure_future(_wait_for_event(monitor))
+        disconnected = asyncio.Event()
+        loop.add_reader(self._socket.fileno(), self._read)
+        loop.add_reader(monitor.fileno(), _note, monitor, disconnected)
         try:
-            await asyncio.wait((reader, watcher), return_when=asyncio.FIRST_COMPLETED)
+            self._read()
+            _note(monitor, disconnected)
+            await disconnected.wait()
+            self._read()
             self.lose("The engine closed its connection; its log says why.")
-            if reader.done():
-                reader.result()
         finally:
-            reader.cancel()
-            watcher.cancel()
-            await asyncio.gather(reader, watcher, return_exceptions=True)
+            loop.remove_reader(self._socket.fileno())
+            loop.remove_reader(monitor.fileno())
             self._socket.disable_monitor()
             self.lose("The server is shutting down.")
 
@@ -178,9 +183,13 @@ class EngineClient:
                 waiter.exception()  # it may be that no one waits
         self._stats_waiters.clear()
 
-    async def _read(self) -> None:
+    def _read(self) -> None:
+        """Take in every frame that is there: the socket's descriptor tells of changes only."""
         while True:
-            frame = await self._socket.recv()
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
             try:
                 message = decode_to_api(frame)
             except msgspec.DecodeError as error:
@@ -188,10 +197,11 @@ class EngineClient:
                 continue
             self._receive(message)
 
-    def _receive(self, message: Ready | Starting | Delta | Failed | Stats) -> None:
+    def _receive(self, message: ToApi) -> None:
         match message:
-            case Delta():
-                self._deliver(message)
+            case Deltas():
+                for delta in message.deltas:
+                    self._deliver(delta)
             case Failed():
                 self._fail(message)
             case Stats():
@@ -212,10 +222,7 @@ class EngineClient:
         request = self.in_flight.get(failed.request_id)
         if request is None:
             return
-        if failed.param is not None:
-            request.queue.put_nowait(RequestError(failed.message, param=failed.param))
-        else:
-            request.queue.put_nowait(EngineError(failed.message))
+        request.queue.put_nowait(_error_of(failed))
 
     def _answer_stats(self, stats: Stats) -> None:
         self.last_stats = stats
@@ -225,11 +232,22 @@ class EngineClient:
         self._stats_waiters.clear()
 
     def _send(self, message: ToEngine) -> None:
-        """Send without waiting: with no high-water mark only an engine that is gone blocks."""
+        """Send without waiting: with no high-water mark only an engine that is not there blocks."""
         if self._lost is None:
-            sent = asyncio.ensure_future(self._socket.send(encode(message)))
-            sent.add_done_callback(lambda future: future.cancelled() or future.exception())
+            with suppress(zmq.Again):
+                self._socket.send(encode(message), zmq.NOBLOCK)
+            # A send may take the signal of frames that came meanwhile.
+            asyncio.get_running_loop().call_soon(self._read)
 
 
-async def _wait_for_event(monitor: zmq.asyncio.Socket) -> None:
-    await recv_monitor_message(monitor)
+def _note(monitor: zmq.Socket[bytes], disconnected: asyncio.Event) -> None:
+    if monitor.poll(0):
+        disconnected.set()
+
+
+def _error_of(failed: Failed) -> Exception:
+    if failed.code == QUEUE_FULL:
+        return QueueFullError(failed.message)
+    if failed.param is not None:
+        return RequestError(failed.message, param=failed.param, code=failed.code)
+    return EngineError(failed.message)

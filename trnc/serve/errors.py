@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from trnc.engine.messages import QUEUE_FULL
 from trnc.errors import EngineError, RequestError
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,14 @@ class BodyTooLargeError(RequestError):
 class EngineUnavailableError(EngineError):
     """The engine is not ready yet, or gone: 503, worth trying again."""
 
+    code = "engine_unavailable"
+
+
+class QueueFullError(EngineUnavailableError):
+    """As many requests wait as may (`--max-waiting`)."""
+
+    code = QUEUE_FULL
+
 
 _REQUEST_STATUS = {ModelNotFoundError: 404, BodyTooLargeError: 413}
 
@@ -71,7 +80,7 @@ def describe(error: BaseException) -> tuple[int, ErrorBody]:
         info = ErrorInfo(str(error), "invalid_request_error", error.param, error.code)
         return _REQUEST_STATUS.get(type(error), 400), ErrorBody(info)
     if isinstance(error, EngineUnavailableError):
-        return 503, _body(str(error), "service_unavailable_error", "engine_unavailable")
+        return 503, _body(str(error), "service_unavailable_error", error.code)
     if isinstance(error, EngineError):
         return 500, _body(str(error), "server_error", "engine_error")
     if isinstance(error, HTTPException):

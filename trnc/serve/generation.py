@@ -136,8 +136,13 @@ async def merge(
 ) -> AsyncGenerator[tuple[int, T], None]:
     """Yield what all streams yield, with the stream's index, as it comes.
 
-    The first error of any ends them all, and so does closing this.
+    The first error of any ends them all, and so does closing this. One stream needs no task.
     """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for first in only:
+                yield 0, first
+        return
     queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
 
     async def pump(index: int, stream: AsyncGenerator[T, None]) -> None:

@@ -8,6 +8,7 @@ once, and the engine gets ready meanwhile. The server answers with 503 until it 
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 import time
@@ -17,7 +18,7 @@ from ipaddress import ip_address
 
 import uvicorn
 import uvloop
-import zmq.asyncio
+import zmq
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -26,6 +27,7 @@ from trnc.engine.messages import Ready
 from trnc.serve.app import create_app
 from trnc.serve.engine_client import EngineClient, bind_socket
 from trnc.serve.engine_process import EngineProcess
+from trnc.serve.errors import EngineUnavailableError
 from trnc.serve.listening import ServeOptions, url_of
 from trnc.serve.model import ServedModel
 
@@ -82,6 +84,7 @@ async def _serve(
         try:
             await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
+                gc.freeze()  # what the start left stays: the collector need not look at it again
                 url = url_of(listener)
                 _print_ready(console, ready.result(), model, url, time.perf_counter() - started)
             await serving
@@ -98,7 +101,7 @@ async def _client(
     engine: EngineProcess, show: Callable[[str], None], stop_seconds: float
 ) -> AsyncIterator[EngineClient]:
     """Run the client of an engine process; both are gone afterwards."""
-    with zmq.asyncio.Context() as context:
+    with zmq.Context[zmq.Socket[bytes]]() as context:
         client = EngineClient(socket=bind_socket(context, engine.endpoint), on_starting=show)
         # A thread, for no event loop waits for a process that it did not start.
         exited = asyncio.ensure_future(asyncio.to_thread(engine.process.wait))
@@ -109,7 +112,7 @@ async def _client(
         try:
             yield client
         finally:
-            client.shutdown()
+            _ask_to_stop(engine, client)
             await _stop(engine, exited, stop_seconds)
             for task in tasks:
                 task.cancel()
@@ -119,6 +122,16 @@ async def _client(
 async def _watch(exited: asyncio.Future[int], client: EngineClient) -> None:
     status = await asyncio.shield(exited)
     client.lose(f"The engine process ended with status {status}; its log says why.")
+
+
+def _ask_to_stop(engine: EngineProcess, client: EngineClient) -> None:
+    """Let an engine that serves finish its step; one that still starts reads no messages."""
+    try:
+        _ = client.info
+    except EngineUnavailableError:
+        engine.process.terminate()
+    else:
+        client.shutdown()
 
 
 async def _stop(engine: EngineProcess, exited: asyncio.Future[int], seconds: float) -> None:
