@@ -42,8 +42,9 @@ def test_a_preset_knows_its_limits():
 
 
 def test_the_presets_that_ship_are_valid_and_hold_what_they_say():
-    assert preset_names() == ["batch8", "default"]
+    assert preset_names() == ["batch16", "batch8", "default"]
     assert {name: load_preset(name).max_rows for name in preset_names()} == {
+        "batch16": 16,
         "batch8": 8,
         "default": 4,
     }
@@ -114,7 +115,7 @@ def test_an_unknown_name_names_the_nearest_and_all():
         load_preset("defualt")
     assert "--preset defualt" in str(caught.value)
     assert "Did you mean 'default'?" in str(caught.value)
-    assert "batch8, default" in str(caught.value)
+    assert "batch16, batch8, default" in str(caught.value)
 
 
 @given(

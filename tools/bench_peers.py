@@ -1,265 +1,225 @@
-"""trnc and llama.cpp on the same model, the same cores and in the same run: a Markdown table.
+"""trnc and other engines on the same model, the same cores and in the same run.
 
-    pip install llama-cpp-python            # builds for minutes; or a Python that has it:
-    python tools/bench_peers.py run --llama-python path/to/python
+    python tools/bench_peers.py run --python llama.cpp=PYTHON --json results.json
+    python tools/bench_peers.py show results.json --plot docs/benchmarks.png
 
 Every engine is a process of its own that waits between its turns, and the rounds are interleaved,
-so that a noisy machine is noisy for all. llama.cpp runs the model requantised to Q4_0, the 4-bit
-format that it is fastest with; trnc runs the Q4_1 file as it is. Decode is timed without sampling
-for llama.cpp and with it for trnc.
+so that a noisy machine is noisy for all; the first round warms up and is dropped. All pick tokens
+greedily, from random prompts that are new each time. What an engine needs is converted once from
+the GGUF file of the default model, in a folder beside it; an engine that its Python lacks is
+skipped with a line that says so. `tools/peers/` has a file for each engine.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import random
-import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated
 
 import typer
 
-# The worker's Python need not have trnc installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-PROMPT = 512  # tokens; decode starts from here
-OUTPUT = 64
+from peers import process, report
+from peers.process import Contestant, PeerError, Worker
+from peers.protocol import Settings, Task
+from peers.registry import LINES, OURS, PEERS, Line, peer_named
+from peers.report import Results
 
-app = typer.Typer(add_completion=False, help=__doc__)
+REST = 0.3  # seconds between turns, in which threads that spin for work go to sleep
+START_CONTEXT = 512  # prompt tokens of the sequence whose process's memory is measured
+
+app = typer.Typer(add_completion=False, help=__doc__, no_args_is_help=True)
+
+Pythons = Annotated[
+    list[str] | None,
+    typer.Option("--python", help="An engine's Python, as NAME=PATH; repeatable."),
+]
+Plot = Annotated[Path | None, typer.Option(help="Draw the results into this PNG file.")]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """One measurement: so many sequences, and a seed that makes its prompts new."""
+class Plan:
+    """What is measured: tasks of (rows, context), rounds of them, and rounds of fresh starts."""
 
-    rows: int
-    seed: int
-
-    def prompts(self, vocab: int) -> list[list[int]]:
-        """Return random prompts of PROMPT tokens; none of the special ids at the low end."""
-        pick = random.Random(self.seed)
-        return [[pick.randrange(20, vocab) for _ in range(PROMPT)] for _ in range(self.rows)]
+    tasks: tuple[tuple[int, int], ...]
+    rounds: int
+    starts: int
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Tokens per second, over all sequences."""
-
-    prefill: float
-    decode: float
-
-
-@app.command("run")
+@app.command()
 def run(
-    llama_python: Annotated[
-        str, typer.Option(help="A Python that has llama-cpp-python.")
-    ] = sys.executable,
+    python: Pythons = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="Only this engine beside trnc; repeatable.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
+    starts: Annotated[int, typer.Option(min=0, help="Rounds that start fresh processes.")] = 3,
     rows: Annotated[list[int] | None, typer.Option(help="Sequences at once; repeatable.")] = None,
     threads: Annotated[int, typer.Option(min=1)] = len(os.sched_getaffinity(0)),
+    json: Annotated[Path | None, typer.Option(help="Write the raw results to this file.")] = None,
+    plot: Plot = None,
 ) -> None:
-    """Measure both engines in interleaved rounds and print medians, ranges and the ratio."""
-    wanted = rows or [1, 4, 8]
-    commands = {
-        "trnc": [sys.executable, __file__, "trnc-worker"],
-        "llama.cpp": [llama_python, __file__, "llama-worker"],
-    }
-    results: dict[tuple[str, int], list[Speed]] = {}
-    with ExitStack() as stack:
-        engines = {
-            name: stack.enter_context(_engine(command, threads))
-            for name, command in commands.items()
-        }
-        for round_ in range(rounds + 1):
-            for count in wanted:
-                for name, measure in engines.items():
-                    speed = measure(Task(rows=count, seed=1000 * round_ + count))
-                    if round_ > 0:  # the first round warms up
-                        results.setdefault((name, count), []).append(speed)
-            print(f"round {round_} of {rounds}", file=sys.stderr)
-    for line in _table(results, wanted):
-        print(line)
+    """Measure the engines in interleaved rounds and print Markdown tables."""
+    tasks = [
+        (line.rows, line.context)
+        for line in LINES
+        if line.rows and (rows is None or line.rows in rows)
+    ]
+    plan = Plan(tuple(dict.fromkeys(tasks)), rounds, starts)
+    settings = _settings(plan, threads)
+    results = Results(OURS.label(OURS.variants[0]), threads, rounds)
+    contestants = _contestants(results, parse_pythons(python), peer)
+    contestants = _prepared(results, contestants, settings)
+    _measure(results, contestants, settings, plan)
+    if json:
+        results.save(json)
+    _show(results, plot)
 
 
-def _table(results: dict[tuple[str, int], list[Speed]], rows: Sequence[int]) -> Iterator[str]:
-    yield "| tok/s, median (min-max) | trnc | llama.cpp Q4_0 | ratio of medians |"
-    yield "|---|---|---|---|"
-    for phase in ("prefill", "decode"):
-        for count in rows:
-            ours, theirs = (
-                [getattr(speed, phase) for speed in results[name, count]]
-                for name in ("trnc", "llama.cpp")
-            )
-            ratio = statistics.median(ours) / statistics.median(theirs)
-            yield (
-                f"| {phase}, {count} x {PROMPT} tokens | {_range(ours)} | {_range(theirs)} "
-                f"| {ratio:.2f} |"
-            )
+@app.command()
+def show(results: Path, plot: Plot = None) -> None:
+    """Print the tables of results that `run --json` wrote, and draw them."""
+    _show(Results.load(results), plot)
 
 
-def _range(values: list[float]) -> str:
-    return f"{statistics.median(values):.0f} ({min(values):.0f} to {max(values):.0f})"
+def _show(results: Results, plot: Path | None) -> None:
+    for part in (report.summary, report.details, report.notes):
+        print("\n".join(part(results)) + "\n")
+    if plot:
+        from peers.plot import draw
+
+        draw(results, plot)
 
 
-@contextmanager
-def _engine(command: list[str], threads: int) -> Iterator[Callable[[Task], Speed]]:
-    """Run a worker; yield what measures one task in it."""
-    environment = os.environ | {"TRNC_THREADS": str(threads)}
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    stdin, stdout = process.stdin, process.stdout
+def _settings(plan: Plan, threads: int) -> Settings:
+    from trnc.checkpoint.source import DEFAULT_MODEL, resolve
 
-    def measure(task: Task) -> Speed:
-        _write(stdin, {"rows": task.rows, "seed": task.seed})
-        line = stdout.readline()
-        if not line:
-            raise SystemExit(f"{' '.join(command)} ended with status {process.wait()}")
-        return Speed(**json.loads(line))
-
-    try:
-        yield measure
-    finally:
-        stdin.close()
-        process.wait(timeout=60)
+    model = resolve(DEFAULT_MODEL).path
+    rows, contexts = zip(*plan.tasks, strict=True)
+    return Settings(model, model.parent / "peers", "", threads, max(rows), max(contexts))
 
 
-def _write(file: IO[str], message: dict[str, Any]) -> None:
-    file.write(json.dumps(message) + "\n")
-    file.flush()
+def parse_pythons(options: Sequence[str] | None) -> dict[str, str]:
+    """Return the Python of each engine that --python names; raises BadParameter."""
+    pythons = {}
+    for option in options or ():
+        name, equals, path = option.partition("=")
+        if not equals or name not in {peer.key for peer in PEERS}:
+            known = ", ".join(peer.key for peer in PEERS)
+            raise typer.BadParameter(f"--python {option}: must be NAME=PATH, NAME one of {known}")
+        pythons[name] = path
+    return pythons
 
 
-def _work(measure: Callable[[Task], Speed]) -> None:
-    """Answer tasks on stdin until it is closed."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints goes to stderr
-    for line in sys.stdin:
-        speed = measure(Task(**json.loads(line)))
-        _write(out, {"prefill": speed.prefill, "decode": speed.decode})
-
-
-@app.command(hidden=True)
-def trnc_worker() -> None:
-    """Measure trnc with the preset batch8."""
-    from rich.console import Console
-
-    from trnc.cli.compile_command import compile_missing
-    from trnc.compiler.store import default_root
-    from trnc.core import SamplingParams
-    from trnc.engine.messages import Submit
-    from trnc.engine.scheduler import Scheduler
-    from trnc.presets import load_preset
-    from trnc.runtime.packed_store import packed_root
-    from trnc.runtime.start import StartOptions, start_executor
-
-    console = Console(stderr=True)
-    options = StartOptions(
-        "smollm2-135m", load_preset("batch8"), "inductor", default_root(), packed_root()
-    )
-    executor, _, _ = start_executor(
-        options,
-        lambda *a: compile_missing(*a, jobs=len(os.sched_getaffinity(0)), console=console),
-        console.print,
-    )
-
-    def measure(task: Task) -> Speed:
-        scheduler = Scheduler(info=executor.info)
-        for row, prompt in enumerate(task.prompts(executor.info.vocab_size)):
-            scheduler.submit(Submit(str(row), tuple(prompt), SamplingParams(), OUTPUT + 1))
-        spent = {"prefill": 0.0, "decode": 0.0}
-        tokens = {"prefill": 0, "decode": 0}
-        begun = time.perf_counter()
-        while (plan := scheduler.plan()) is not None:
-            scheduler.commit(plan, executor.submit(plan).result())
-            done = time.perf_counter()
-            # Decodes that run while other prompts are prefilled count for neither phase.
-            if plan.step == "prefill" or len(plan.sequences) == task.rows:
-                spent[plan.step] += done - begun
-                tokens[plan.step] += sum(sequence.count for sequence in plan.sequences)
-            begun = done
-        return Speed(**{phase: tokens[phase] / spent[phase] for phase in spent})
-
-    _work(measure)
-
-
-@app.command(hidden=True)
-def llama_worker() -> None:
-    """Measure llama.cpp through its C API."""
-    import llama_cpp as ll
-
-    threads = int(os.environ["TRNC_THREADS"])
-    ll.llama_backend_init()
-    silent = ll.llama_log_callback(lambda *_: None)  # must live as long as the library logs
-    ll.llama_log_set(silent, None)
-    path = q4_0(ll)
-    model = ll.llama_model_load_from_file(str(path).encode(), ll.llama_model_default_params())
-    vocab = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(model))
-
-    def measure(task: Task) -> Speed:
-        params = ll.llama_context_default_params()
-        params.n_ctx = task.rows * (PROMPT + OUTPUT + 32)
-        params.n_batch = params.n_ubatch = 512
-        params.n_seq_max = task.rows
-        params.n_threads = params.n_threads_batch = threads
-        context = ll.llama_init_from_model(model, params)
+def _contestants(
+    results: Results, pythons: dict[str, str], wanted: Sequence[str] | None
+) -> list[Contestant]:
+    """Return the engines whose Python has them; note the others."""
+    contestants = []
+    keys = [peer.key for peer in PEERS] if wanted is None else [OURS.key, *wanted]
+    for peer in (peer_named(key) for key in dict.fromkeys(keys)):
+        python = pythons.get(peer.key, sys.executable)
         try:
-            return _measure_llama(ll, context, task.prompts(vocab))
-        finally:
-            ll.llama_free(context)
-
-    _work(measure)
-
-
-def _measure_llama(ll: Any, context: Any, prompts: list[list[int]]) -> Speed:
-    batch = ll.llama_batch_init(512, 0, 1)
-
-    def decode(tokens: Sequence[tuple[int, int, int]], with_logits: bool) -> None:
-        batch.n_tokens = len(tokens)
-        for i, (token, position, sequence) in enumerate(tokens):
-            batch.token[i], batch.pos[i] = token, position
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
-            batch.logits[i] = with_logits or i == len(tokens) - 1
-        if ll.llama_decode(context, batch):
-            raise SystemExit("llama_decode failed")
-        ll.llama_synchronize(context)
-
-    begun = time.perf_counter()
-    for sequence, prompt in enumerate(prompts):
-        decode([(t, i, sequence) for i, t in enumerate(prompt)], with_logits=False)
-    prefilled = time.perf_counter()
-    for step in range(OUTPUT):
-        rows = [(p[step], PROMPT + step, sequence) for sequence, p in enumerate(prompts)]
-        decode(rows, with_logits=True)
-    done = time.perf_counter()
-    ll.llama_batch_free(batch)
-    count = len(prompts)
-    return Speed(count * PROMPT / (prefilled - begun), count * OUTPUT / (done - prefilled))
+            version = process.probe(python, peer)
+        except PeerError as error:
+            _skip(results, peer.title, f"not installed ({error}); {peer.install}")
+            continue
+        for variant in peer.variants:
+            contestants.append(Contestant(peer, variant, python))
+            results.versions[peer.label(variant)] = version
+    return contestants
 
 
-def q4_0(ll: Any) -> Path:
-    """Return the default model requantised to Q4_0, made once beside it."""
-    from trnc.checkpoint.source import resolve
+def _prepared(
+    results: Results, contestants: Sequence[Contestant], settings: Settings
+) -> list[Contestant]:
+    """Convert the model for each engine; note those that cannot."""
+    process.convert(settings.model, settings.folder)
+    ready = []
+    for contestant in contestants:
+        mine = replace(settings, variant=contestant.variant)
+        try:
+            process.prepare(contestant, mine)
+            process.prepare(contestant, _alone(mine))
+        except PeerError as error:
+            _skip(results, contestant.label, f"cannot prepare the model: {error}")
+        else:
+            ready.append(contestant)
+    return ready
 
-    original = resolve("smollm2-135m").path
-    path = original.with_name("bench-smollm2-135m-q4_0.gguf")
-    if not path.exists():
-        params = ll.llama_model_quantize_default_params()
-        params.ftype = ll.LLAMA_FTYPE_MOSTLY_Q4_0
-        params.allow_requantize = True
-        partial = path.with_suffix(".part")
-        if ll.llama_model_quantize(str(original).encode(), str(partial).encode(), params):
-            raise SystemExit("llama.cpp could not requantise the model to Q4_0")
-        partial.rename(path)
-    return path
+
+def _measure(
+    results: Results, contestants: Sequence[Contestant], settings: Settings, plan: Plan
+) -> None:
+    """Run all rounds; an engine that fails drops out, and what it has measured stays."""
+    with ExitStack() as stack:
+        workers = {
+            contestant: stack.enter_context(
+                process.worker(contestant, replace(settings, variant=contestant.variant))
+            )
+            for contestant in contestants
+        }
+        for round_ in range(plan.rounds + 1):
+            for contestant in _turns(list(workers), round_):
+                _say(f"round {round_} of {plan.rounds}: {contestant.label}")
+                try:
+                    _one_turn(results, contestant, workers[contestant], settings, plan, round_)
+                except PeerError as error:
+                    _skip(results, contestant.label, f"failed in round {round_}: {error}")
+                    del workers[contestant]
+
+
+def _turns(contestants: Sequence[Contestant], round_: int) -> list[Contestant]:
+    """Return the order of a round: everyone is first, second and so on in turn."""
+    first = round_ % len(contestants)
+    return [*contestants[first:], *contestants[:first]]
+
+
+def _one_turn(
+    results: Results,
+    contestant: Contestant,
+    worker: Worker,
+    settings: Settings,
+    plan: Plan,
+    round_: int,
+) -> None:
+    measured: list[tuple[Line, float]] = []
+    for rows, context in plan.tasks:
+        time.sleep(REST)
+        speed = worker.measure(Task(rows, context, round_))
+        measured += [
+            (line, getattr(speed, line.part))
+            for line in LINES
+            if (line.rows, line.context) == (rows, context)
+        ]
+    if round_ <= plan.starts and plan.starts:
+        time.sleep(REST)
+        alone = _alone(replace(settings, variant=contestant.variant))
+        started = process.start(contestant, alone)
+        parts = {"first token": started.seconds, "peak memory": started.peak_mib}
+        measured += [(line, parts[line.part]) for line in LINES if line.part in parts]
+    if round_ > 0:  # the first round warms up
+        for line, value in measured:
+            results.add(contestant.label, line, value)
+
+
+def _alone(settings: Settings) -> Settings:
+    return replace(settings, rows=1, context=START_CONTEXT)
+
+
+def _skip(results: Results, engine: str, reason: str) -> None:
+    results.skipped[engine] = reason
+    _say(f"{engine}: {reason}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

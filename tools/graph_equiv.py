@@ -18,7 +18,8 @@ from trnc.equiv.lock import PresetGraphs, compare, read_lock, read_revision, wri
 from trnc.equiv.report import format_diff
 from trnc.errors import TrncError
 
-LOCKED = (("smollm2-135m", "default"), ("smollm2-135m", "batch8"))
+PRESETS = ("default", "batch8", "batch16")
+LOCKED = tuple(("smollm2-135m", preset) for preset in PRESETS)
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)

@@ -178,7 +178,8 @@ _FOLDER_NAMES = {
 _FOLDER_DTYPES = ("F32", "F16", "BF16")
 
 
-def _folder_name(name: str) -> str:
+def folder_name(name: str) -> str:
+    """Return how a Hugging Face folder spells a canonical name."""
     return _spell(name, _FOLDER_NAMES, "model.layers.")
 
 
@@ -203,19 +204,19 @@ def _open_folder(
         )
 
     shapes = {name: info.shape for name, info in folder.tensors.items()}
-    _check(source.path, shapes, expected, _folder_name, ignored)
+    _check(source.path, shapes, expected, folder_name, ignored)
 
     def load(name: str) -> Weight:
-        stored = folder.tensors[_folder_name(name)]
+        stored = folder.tensors[folder_name(name)]
         if stored.dtype not in _FOLDER_DTYPES:
             raise CheckpointError(
-                f"{stored.file}: tensor '{_folder_name(name)}' is {stored.dtype}; only"
+                f"{stored.file}: tensor '{folder_name(name)}' is {stored.dtype}; only"
                 f" {', '.join(_FOLDER_DTYPES)} are supported"
             )
-        tensor = folder.tensor(_folder_name(name))
+        tensor = folder.tensor(folder_name(name))
         return Dense(tensor) if tensor.ndim == 2 else tensor.float()
 
-    stored = {name: folder.tensors[_folder_name(name)].dtype for name in expected}
+    stored = {name: folder.tensors[folder_name(name)].dtype for name in expected}
     return Weights(stored=stored, load=load)
 
 
