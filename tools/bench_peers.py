@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from peers import process, report
 from peers.process import Contestant, PeerError, Worker
 from peers.protocol import Settings, Task
-from peers.registry import LINES, OURS, PEERS, Line, peer_named
+from peers.registry import LINES, OURS, PEERS, Line, PeerInfo
 from peers.report import Results
 
 REST = 0.3  # seconds between turns, in which threads that spin for work go to sleep
@@ -56,7 +56,8 @@ class Plan:
 def run(
     python: Pythons = None,
     peer: Annotated[
-        list[str] | None, typer.Option(help="Only this engine beside trnc; repeatable.")
+        list[str] | None,
+        typer.Option(help="Only this engine beside trnc, as NAME or NAME:WEIGHTS; repeatable."),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     starts: Annotated[int, typer.Option(min=0, help="Rounds that start fresh processes.")] = 3,
@@ -76,9 +77,9 @@ def run(
     results = Results(OURS.label(OURS.variants[0]), threads, rounds)
     contestants = _contestants(results, parse_pythons(python), peer)
     contestants = _prepared(results, contestants, settings)
-    _measure(results, contestants, settings, plan)
-    if json:
-        results.save(json)
+    for _ in _measured(results, contestants, settings, plan):
+        if json:
+            results.save(json)
     _show(results, plot)
 
 
@@ -122,18 +123,32 @@ def _contestants(
 ) -> list[Contestant]:
     """Return the engines whose Python has them; note the others."""
     contestants = []
-    keys = [peer.key for peer in PEERS] if wanted is None else [OURS.key, *wanted]
-    for peer in (peer_named(key) for key in dict.fromkeys(keys)):
+    for peer, variants in _chosen(wanted).items():
         python = pythons.get(peer.key, sys.executable)
         try:
             version = process.probe(python, peer)
         except PeerError as error:
             _skip(results, peer.title, f"not installed ({error}); {peer.install}")
             continue
-        for variant in peer.variants:
+        for variant in variants:
             contestants.append(Contestant(peer, variant, python))
             results.versions[peer.label(variant)] = version
     return contestants
+
+
+def _chosen(wanted: Sequence[str] | None) -> dict[PeerInfo, tuple[str, ...]]:
+    """Return the engines to measure with their weights; raises BadParameter."""
+    if wanted is None:
+        return {peer: peer.variants for peer in PEERS}
+    chosen = {OURS: OURS.variants}
+    for option in wanted:
+        name, _, variant = option.partition(":")
+        peer = {peer.key: peer for peer in PEERS}.get(name)
+        if peer is None or (variant and variant not in peer.variants):
+            known = ", ".join(f"{peer.key}:{v}" for peer in PEERS for v in peer.variants)
+            raise typer.BadParameter(f"--peer {option}: must be one of {known}")
+        chosen[peer] = (*chosen.get(peer, ()), variant) if variant else peer.variants
+    return chosen
 
 
 def _prepared(
@@ -154,10 +169,13 @@ def _prepared(
     return ready
 
 
-def _measure(
+def _measured(
     results: Results, contestants: Sequence[Contestant], settings: Settings, plan: Plan
-) -> None:
-    """Run all rounds; an engine that fails drops out, and what it has measured stays."""
+) -> Iterator[None]:
+    """Run all rounds; an engine that fails drops out, and what it has measured stays.
+
+    Yields after each round, so that a run that is cut short has something to show.
+    """
     with ExitStack() as stack:
         workers = {
             contestant: stack.enter_context(
@@ -173,6 +191,7 @@ def _measure(
                 except PeerError as error:
                     _skip(results, contestant.label, f"failed in round {round_}: {error}")
                     del workers[contestant]
+            yield
 
 
 def _turns(contestants: Sequence[Contestant], round_: int) -> list[Contestant]:
