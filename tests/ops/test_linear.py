@@ -13,7 +13,8 @@ from tests.ops.weights import GROUPED, packed_weight, random_rows, random_weight
 from trnc.checkpoint.layouts import Int8Groups
 from trnc.ops import native
 from trnc.ops.library import reference_mode
-from trnc.ops.linear import embedding, linear
+from trnc.ops.linear import embedding, fused_linear, linear
+from trnc.ops.norm import rms_norm, silu_mul
 from trnc.ops.packing import FORMATS, pack
 
 pytestmark = pytest.mark.usefixtures("native_library")
@@ -111,6 +112,35 @@ def test_many_rows_cross_every_chunk(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
+def test_outputs_that_are_stored_past_the_caches(format: str) -> None:
+    """More than a MiB of outputs, in whole vectors and not."""
+    for n in (512, 520, 523):
+        weight, x = packed_weight(format, n, 64), random_rows(600, 64)
+        bias, residual = random_rows(1, n)[0], random_rows(600, n)
+        alone = torch.cat([linear(row[None], weight, bias, format, n) for row in x])
+        assert torch.equal(linear(x, weight, bias, format, n), alone)
+        fused = fused_linear(x, weight, bias, None, residual, format, n, 0.0, False)
+        assert torch.equal(fused, residual + alone)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_fused_ops_give_the_bits_of_the_ops_they_stand_for(format: str, rows: int) -> None:
+    weight, bias = packed_weight(format, 50, 96), random_rows(1, 50)[0]
+    x, norm = random_rows(rows, 96), random_rows(1, 96)[0]
+    gate_up, residual = random_rows(rows, 192, 1), random_rows(rows, 50, 2)
+    normed = fused_linear(x, weight, bias, norm, None, format, 50, 1e-5, False)
+    assert torch.equal(normed, linear(rms_norm(x, norm, 1e-5), weight, bias, format, 50))
+    gated = fused_linear(gate_up, weight, None, None, residual, format, 50, 0.0, True)
+    assert torch.equal(gated, residual + linear(silu_mul(gate_up), weight, None, format, 50))
+    with reference_mode():
+        wanted = fused_linear(x.double(), weight, bias, norm, None, format, 50, 1e-5, False)
+        rows_before = rms_norm(x.double(), norm, 1e-5)
+    bound = error_bound(rows_before, random_weight(format, 50, 96).dequantize(), format)
+    assert ((normed - wanted).abs() <= bound * 1.01 + 1e-5).all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_a_broken_row_breaks_no_other(format: str) -> None:
     weight, x = packed_weight(format, 50, 64), random_rows(9, 64)
     clean = linear(x, weight, None, format, 50)
@@ -180,6 +210,12 @@ def test_wrong_arguments_are_named() -> None:
         linear(x, weight, None, "i4g32", 33)
     with pytest.raises(RuntimeError, match=r"linear: bias has 19 elements, not 20"):
         linear(x, weight, torch.zeros(19), "i4g32", 20)
+    with pytest.raises(RuntimeError, match=r"linear: residual has 1 elements, not 2"):
+        fused_linear(x, weight, None, None, torch.zeros(1, 20), "i4g32", 20, 0.0, False)
+    with pytest.raises(RuntimeError, match=r"linear: norm has 63 elements, not 64"):
+        fused_linear(x, weight, None, torch.zeros(63), None, "i4g32", 20, 0.0, False)
+    with pytest.raises(RuntimeError, match=r"gated rows have an even width and no norm"):
+        fused_linear(x, weight, None, torch.zeros(64), None, "i4g32", 20, 0.0, True)
     with pytest.raises(RuntimeError, match=r"embedding: id 32 is not below 32"):
         embedding(torch.tensor([0, 32]), weight, "i4g32", 64)
 

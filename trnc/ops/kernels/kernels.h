@@ -36,6 +36,7 @@ struct Linear {
   const float* norm = nullptr;      // [in_features]
   float eps = 0.0f;
   bool gated = false;
+  bool streams = false;  // outputs go past the caches
 
   int64_t tiles() const { return (out_features + kTileWidth - 1) / kTileWidth; }
 };

@@ -99,6 +99,7 @@ void run(const Linear& op, int64_t ldw) {
                    }
                    for (int64_t t = tile; t < tiles; ++t) multiply_rows<F, 1>(op, t, row, stop, ldw);
                  }
+                 if (op.streams) stream_fence();
                });
 }
 
@@ -106,7 +107,7 @@ void run(const Linear& op, int64_t ldw) {
 
 void linear_dense(const Linear& op, Format format) {
   if (op.rows == 0) return;
-  const Linear plain = with_prepared_rows(op);
+  const Linear plain = with_streams(with_prepared_rows(op));
   const int64_t ldw = tile_bytes(format, op.in_features);
   return format == Format::f32 ? run<F32>(plain, ldw) : run<BF16>(plain, ldw);
 }

@@ -4,6 +4,7 @@
 // exact integer sum of the group, and for formats with offsets acc = fma(offset_w, scale_a * sum(a), acc).
 // Formats that store q + bias start the integer sum at -bias * sum(a) instead. Nothing of this depends on
 // how rows are blocked, nor on whether vectors or the matrix unit made the integer sum.
+#include <memory>
 #include <vector>
 
 #include "matrix_unit.h"
@@ -17,6 +18,7 @@ namespace {
 constexpr int kRows = kWide ? 8 : 4;         // rows of a vector kernel that share one unpacking of the weights
 constexpr int64_t kVectorRows = 12;          // so few rows do not repay what the matrix unit needs unpacked
 constexpr int64_t kChunkBytes = 256 * 1024;  // quantised rows that stay in L2 while tiles stream
+constexpr int64_t kPanelGroups = 9;          // groups whose unpacked weights stay in L1 while rows stream
 constexpr int64_t kSpanElements = 2048;      // elements that are worth claiming a span for, to quantise
 constexpr int64_t kSpanProducts = 1 << 17;   // multiplications that are worth claiming a span for
 
@@ -166,12 +168,6 @@ const uint8_t* unpack_tile(const uint8_t* w, int64_t groups, uint8_t* panel) {
   return panel - groups * 1024;
 }
 
-uint8_t* panel_scratch(int64_t groups) {
-  static thread_local std::vector<uint8_t> buffer;
-  buffer.resize(groups * 1024 + 64);
-  return buffer.data() + (-reinterpret_cast<uintptr_t>(buffer.data()) & 63);
-}
-
 // Integer sums of 16 rows and 16 columns; of the high and the low digits where they come apart.
 template <class F>
 struct alignas(64) Sums {
@@ -197,46 +193,64 @@ inline void multiply_group(const uint8_t* w, Record<const uint8_t> record, Sums<
   tile_store<1>(sums.part[1]);
 }
 
-// A tile times the R rows of a block: acc[r] = sum over groups. `panel` is what unpack_tile returned. The unit works one
-// group ahead of the vectors that scale its sums.
+// A tile times the R rows of a block over some groups: adds to sums[r]. `panel` is what unpack_tile returned. The unit
+// works one group ahead of the vectors that scale its sums.
 template <class F, int R>
-void multiply_block(const uint8_t* w, const uint8_t* panel, Record<const uint8_t> record, int64_t groups, F32x16* out) {
+void multiply_block(const uint8_t* w, const uint8_t* panel, Record<const uint8_t> record, int64_t groups, float* sums) {
   constexpr int64_t kPanelBytes = F::kNibbles ? 1024 : record_bytes<F>();
-  Sums<F> sums[2];
+  Sums<F> dots[2];
   F32x16 acc[R];
-  for (int r = 0; r < R; ++r) acc[r] = broadcast(0.0f);
-  multiply_group<F>(panel, record, sums[0]);
+  for (int r = 0; r < R; ++r) acc[r] = load(sums + r * kTileWidth);
+  multiply_group<F>(panel, record, dots[0]);
   for (int64_t group = 0; group < groups; ++group, w += record_bytes<F>()) {
     const Record<const uint8_t> here = record;
     record = record.next();
-    if (group + 1 < groups) multiply_group<F>(panel += kPanelBytes, record, sums[(group + 1) % 2]);
+    if (group + 1 < groups) multiply_group<F>(panel += kPanelBytes, record, dots[(group + 1) % 2]);
     const auto* constants = reinterpret_cast<const uint16_t*>(w + F::kBlocks * 64);
     const F32x16 scale = load_f16(constants);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      I32x16 dot = sums[group % 2].row(r);
+      I32x16 dot = dots[group % 2].row(r);
       if constexpr (!F::kOffset) dot = dot + broadcast(read_as<int32_t>(here.correction(r)));
       acc[r] = add_group<F>(acc[r], dot, scale, constants, here, r);
     }
   }
-  for (int r = 0; r < R; ++r) out[r] = acc[r];
+  for (int r = 0; r < R; ++r) store(sums + r * kTileWidth, acc[r]);
 }
 
-// One tile times blocks begin..end-1, by the matrix unit.
 template <class F>
-void multiply_blocks_matrix(const Linear& op, const Rows& rows, int64_t tile, int64_t begin, int64_t end, uint8_t* scratch) {
+void multiply_block(const uint8_t* w, const uint8_t* panel, Record<const uint8_t> record, int64_t groups, float* sums) {
+  switch (record.rows) {
+    case 4: return multiply_block<F, 4>(w, panel, record, groups, sums);
+    case 8: return multiply_block<F, 8>(w, panel, record, groups, sums);
+    default: return multiply_block<F, 16>(w, panel, record, groups, sums);
+  }
+}
+
+// What a thread needs beside the tile registers: unpacked weights, and the sums of a tile for each block.
+struct MatrixScratch {
+  alignas(64) uint8_t panel[kPanelGroups * 1024];
+  std::vector<float> sums;
+};
+
+// One tile times blocks begin..end-1, by the matrix unit: some groups at a time, so that their unpacked weights stay in the
+// first cache while blocks stream.
+template <class F>
+void multiply_blocks_matrix(const Linear& op, const Rows& rows, int64_t tile, int64_t begin, int64_t end) {
+  static thread_local const auto scratch = std::make_unique<MatrixScratch>();
+  constexpr int64_t kBlockSums = kBlockRows * kTileWidth;
+  scratch->sums.assign((end - begin) * kBlockSums, 0.0f);
   const uint8_t* w = op.weight + tile * rows.groups * record_bytes<F>();
-  const uint8_t* panel = unpack_tile<F>(w, rows.groups, scratch);
-  for (int64_t block = begin; block < end; ++block) {
-    F32x16 acc[kBlockRows];
-    const Record<const uint8_t> record = rows.read(block);
-    switch (record.rows) {
-      case 4: multiply_block<F, 4>(w, panel, record, rows.groups, acc); break;
-      case 8: multiply_block<F, 8>(w, panel, record, rows.groups, acc); break;
-      default: multiply_block<F, 16>(w, panel, record, rows.groups, acc);
+  for (int64_t first = 0; first < rows.groups; first += kPanelGroups, w += kPanelGroups * record_bytes<F>()) {
+    const int64_t groups = std::min(kPanelGroups, rows.groups - first);
+    const uint8_t* panel = unpack_tile<F>(w, groups, scratch->panel);
+    for (int64_t block = begin; block < end; ++block) {
+      float* const sums = scratch->sums.data() + (block - begin) * kBlockSums;
+      multiply_block<F>(w, panel, rows.read(block).skip(first), groups, sums);
     }
-    const int64_t first = block * kBlockRows;
-    for (int64_t r = 0; r < std::min(kBlockRows, rows.count - first); ++r) finish(op, first + r, tile, acc[r]);
+  }
+  for (int64_t row = begin * kBlockRows; row < std::min(rows.count, end * kBlockRows); ++row) {
+    finish(op, row, tile, load(scratch->sums.data() + (row - begin * kBlockRows) * kTileWidth));
   }
 }
 
@@ -256,6 +270,7 @@ void for_tiles(const Linear& op, const Rows& rows, Span&& begin_span, Multiply&&
       const int64_t block = i / tiles * chunk;
       multiply(i % tiles, block, std::min(rows.blocks(), block + chunk));
     }
+    if (op.streams) stream_fence();
   });
 }
 
@@ -279,7 +294,7 @@ void run(const Linear& op) {
   if (by_matrix) {
     const int last = static_cast<int>(rows.last), bytes = F::kNibbles ? 64 : 32;
     return for_tiles(op, rows, [=] { return MatrixUnit(last, bytes); }, [&](int64_t tile, int64_t begin, int64_t end) {
-      multiply_blocks_matrix<F>(op, rows, tile, begin, end, panel_scratch(rows.groups));
+      multiply_blocks_matrix<F>(op, rows, tile, begin, end);
     });
   }
 #endif
@@ -289,8 +304,9 @@ void run(const Linear& op) {
 
 }  // namespace
 
-void linear_grouped(const Linear& op, Format format) {
-  if (op.rows == 0) return;
+void linear_grouped(const Linear& wanted, Format format) {
+  if (wanted.rows == 0) return;
+  const Linear op = with_streams(wanted);
   switch (format) {
     case Format::i8g32: return run<Int8>(op);
     case Format::i4g32: return run<Int4>(op);

@@ -45,7 +45,8 @@ struct Record {
   Byte* low(int64_t row) const { return high(row) + kGroup; }
   Byte* scale(int64_t row) const { return at + rows * kDigitBytes + row * 4; }
   Byte* correction(int64_t row) const { return scale(rows) + row * 4; }
-  Record next() const { return {at + rows * kRowBytes, rows}; }
+  Record skip(int64_t groups) const { return {at + groups * rows * kRowBytes, rows}; }
+  Record next() const { return skip(1); }
 };
 
 // Quantises 32 values. The largest magnitude is found among bit patterns, which order like magnitudes

@@ -13,6 +13,7 @@
 //                       dot_u8 does so for w in 0..255 that stand for w - 128, where an accumulator must
 //                       start at -kInt8Bias * (sum of all a).
 //   reduce_add, reduce_max  of all lanes; of f32 in pairs eight, four, two and one apart
+//   stream, stream_fence  a store past the caches, to 64 aligned bytes, and what makes such stores visible to other threads
 //   prefetch            below
 //   exp, log            below, in the same operations on every build
 #pragma once

@@ -40,6 +40,8 @@ inline F32x16 load_n(const float* p, int n) {
   return {_mm256_maskload_ps(p, detail::low_lanes(n)), _mm256_maskload_ps(p + 8, detail::high_lanes(n))};
 }
 inline void store(float* p, F32x16 a) { _mm256_storeu_ps(p, a.lo), _mm256_storeu_ps(p + 8, a.hi); }
+inline void stream(float* p, F32x16 a) { _mm256_stream_ps(p, a.lo), _mm256_stream_ps(p + 8, a.hi); }
+inline void stream_fence() { _mm_sfence(); }
 inline void store(int32_t* p, I32x16 a) {
   _mm256_storeu_si256((__m256i*)p, a.lo), _mm256_storeu_si256((__m256i*)(p + 8), a.hi);
 }

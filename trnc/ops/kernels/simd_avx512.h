@@ -18,6 +18,8 @@ inline F32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline I32x16 load(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 inline F32x16 load_n(const float* p, int n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
 inline void store(float* p, F32x16 a) { _mm512_storeu_ps(p, a.v); }
+inline void stream(float* p, F32x16 a) { _mm512_stream_ps(p, a.v); }
+inline void stream_fence() { _mm_sfence(); }
 inline void store(int32_t* p, I32x16 a) { _mm512_storeu_si512(p, a.v); }
 inline void store_n(float* p, F32x16 a, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), a.v); }
 inline F32x16 load_f16(const uint16_t* p) {

@@ -36,6 +36,8 @@ inline I32x16 load(const int32_t* p) {
 }
 inline void store_n(float* p, F32x16 a, int n) { std::memcpy(p, &a, sizeof(float) * (n < kLanes ? n : kLanes)); }
 inline void store(float* p, F32x16 a) { std::memcpy(p, &a, sizeof a); }
+inline void stream(float* p, F32x16 a) { store(p, a); }
+inline void stream_fence() {}
 inline void store(int32_t* p, I32x16 a) { std::memcpy(p, &a, sizeof a); }
 
 inline float first_lane(F32x16 a) { return a.v[0]; }

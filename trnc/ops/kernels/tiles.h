@@ -38,7 +38,17 @@ inline void finish(const Linear& op, int64_t row, int64_t tile, F32x16 acc) {
   const int width = static_cast<int>(std::min(kTileWidth, op.out_features - column));
   if (op.bias) acc = acc + load_n(op.bias + column, width);
   if (op.residual) acc = load_n(op.residual + at, width) + acc;
-  store_n(op.out + at, acc, width);
+  op.streams ? stream(op.out + at, acc) : store_n(op.out + at, acc, width);
+}
+
+// The same product with stores that suit it. The rows of a tile lie far apart, mostly in the same few cache sets, so where
+// the caches cannot hold the outputs anyway, storing past them halves the traffic. Needs whole, aligned vectors.
+inline Linear with_streams(const Linear& op) {
+  constexpr int64_t kManyBytes = 1 << 20;
+  Linear result = op;
+  result.streams = op.rows * op.out_features * 4 > kManyBytes && op.out_features % kLanes == 0 &&
+                   reinterpret_cast<uintptr_t>(op.out) % 64 == 0;
+  return result;
 }
 
 }  // namespace trnc
