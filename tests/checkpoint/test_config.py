@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.checkpoint.files import (
 from trnc.checkpoint.source import resolve
 from trnc.errors import CheckpointError
 from trnc.models.config import ModelConfig, RopeConfig, from_hf, load_config
+from trnc.models.config_parts import MlaConfig, MoeConfig
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, **SHAPE}
 EXPECTED = {
@@ -141,6 +143,154 @@ def test_a_sliding_window_counts_where_a_layer_uses_it(changes: dict, window: in
 def test_what_would_change_the_numbers_is_refused(changes: dict, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         from_hf({**LLAMA, **changes})
+
+
+# Experts and latent attention: the numbers of the released models
+
+
+GLM: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "first_k_dense_replace": 3,
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 92,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 1,
+    "use_qk_norm": True,
+    "vocab_size": 151552,
+}
+DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+
+
+def test_glm_4_5() -> None:
+    config = from_hf(GLM)
+    assert config == ModelConfig(
+        architecture="glm4_moe",
+        vocab_size=151552,
+        hidden_size=5120,
+        intermediate_size=12288,
+        num_layers=92,
+        num_heads=96,
+        num_kv_heads=8,
+        head_dim=128,
+        rms_eps=1e-5,
+        rope=RopeConfig(theta=1e6, dim=64),
+        qk_norm=True,
+        qkv_bias=True,
+        output_bias=False,
+        mlp_bias=False,
+        tie_embeddings=False,
+        max_position=131072,
+        moe=MoeConfig(
+            160, 8, 1, 1, inner=1536, shared_inner=1536, scale=2.5, normalize=True, first_layer=3
+        ),
+        mtp_layers=1,
+    )
+    assert [config.is_moe(i) for i in (0, 2, 3, 91, 92)] == [False, False, True, True, True]
+    new = {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "default"}
+    assert from_hf({**GLM, "rope_parameters": new}).rope.dim == 32
+
+
+def test_deepseek_v3() -> None:
+    config = from_hf(DEEPSEEK)
+    mscale = 0.1 * math.log(40) + 1
+    assert config.mla == MlaConfig(
+        1536, 512, 128, 64, 128, scale=192**-0.5 * mscale * mscale, interleaved=True
+    )
+    assert config.mla.latent_width == 576
+    assert config.head_dim == 192
+    assert config.moe == MoeConfig(
+        256, 8, 8, 4, inner=2048, shared_inner=2048, scale=2.5, normalize=True, first_layer=3
+    )
+    assert config.rope.dim == 64
+    assert config.rope.kind == "yarn"
+    assert config.rope.attention_factor == 1.0
+    assert config.mtp_layers == 1
+    assert not config.qkv_bias
+    assert from_hf({**DEEPSEEK, "rope_scaling": None}).mla.scale == 192**-0.5
+
+
+@pytest.mark.parametrize(
+    ("table", "changes", "message"),
+    [
+        (GLM, {"n_routed_experts": None}, "'n_routed_experts' is missing"),
+        (GLM, {"n_group": 3}, "'n_group' 3"),
+        (GLM, {"topk_group": 2}, "'topk_group' 2"),
+        (GLM, {"n_group": 40, "num_experts_per_tok": 5}, "'num_experts_per_tok' 5 is more"),
+        (GLM, {"first_k_dense_replace": -1}, "'first_k_dense_replace'"),
+        (GLM, {"num_nextn_predict_layers": 2}, "'num_nextn_predict_layers' is 2"),
+        (GLM, {"partial_rotary_factor": 0.4}, "rope rotates pairs"),
+        (DEEPSEEK, {"scoring_func": "softmax"}, "'scoring_func' is 'softmax'"),
+        (DEEPSEEK, {"topk_method": "greedy"}, "'topk_method' is 'greedy'"),
+        (DEEPSEEK, {"moe_layer_freq": 2}, "'moe_layer_freq'"),
+        (DEEPSEEK, {"attention_bias": True}, "'attention_bias'"),
+        (DEEPSEEK, {"kv_lora_rank": None}, "'kv_lora_rank' is missing"),
+        (DEEPSEEK, {"architectures": ["DeepseekV3ForCasualLM"]}, "mean 'DeepseekV3ForCausalLM'"),
+    ],
+)
+def test_experts_and_latents_that_cannot_be_computed_are_refused(
+    table: dict, changes: dict, message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        from_hf({**table, **changes})
+
+
+def test_an_mtp_layer_has_experts_even_where_no_other_has() -> None:
+    config = from_hf({**GLM, "first_k_dense_replace": 200})
+    assert not config.is_moe(91)
+    assert config.is_moe(92)
 
 
 @pytest.mark.parametrize(

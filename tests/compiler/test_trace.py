@@ -104,7 +104,12 @@ def with_layer(**changes: str) -> ProgramConfig:
         pytest.param(with_model(vocab_size=232), {"embed", "head", *SAMPLING}, id="vocab_size"),
         pytest.param(with_model(qk_norm=False), {"layer"}, id="qk_norm"),
         pytest.param(
-            with_model(rope=RopeConfig(5e5, 16, "linear", 2.0), max_position=4096, num_layers=5),
+            replace(
+                with_model(
+                    rope=RopeConfig(5e5, 16, "linear", 2.0), max_position=4096, num_layers=5
+                ),
+                formats=replace(FORMATS, layers=(LAYER,) * 5),
+            ),
             set(),
             id="rope (its tables are inputs), the context and the number of layers",
         ),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from tests.models.tiny import FAMILIES, PRESET, VOCAB, tiny_model
+from tests.models.tiny import DENSE_FAMILIES, FAMILIES, PRESET, VOCAB, tiny_model
 from trnc.checkpoint.source import DEFAULT_MODEL
 from trnc.compiler.matrix import variant_matrix
 from trnc.compiler.program import ProgramConfig, build_program
@@ -110,6 +110,7 @@ def test_a_whole_prompt_in_one_chunk(family: Family) -> None:
 
 
 @CHUNKS
+@pytest.mark.parametrize("family", DENSE_FAMILIES, indirect=True)  # routers compute in f32
 def test_fp64_logits_are_those_of_transformers_in_float64(
     family: Family, chunks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,10 @@ from typing import Any
 import gguf
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -47,7 +51,64 @@ _FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
     "qwen3-biased": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "attention_bias": True}),
 }
-FAMILIES = tuple(_FAMILIES)
+_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+}
+_GLM = {**_EXPERTS, "head_dim": 32, "attention_bias": True}
+_DEEPSEEK = {
+    **_EXPERTS,
+    "num_key_value_heads": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+_WITH_EXPERTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM, {**_GLM, "use_qk_norm": True}),
+    "glm4_moe-tied": (
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        {
+            **_GLM,
+            "n_group": 2,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "n_shared_experts": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        {**_DEEPSEEK, "rope_parameters": _YARN},
+    ),
+    "deepseek_v3-no-q-rank": (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        {**_DEEPSEEK, "q_lora_rank": None, "rope_interleave": False, "first_k_dense_replace": 0},
+    ),
+}
+_ALL = _FAMILIES | _WITH_EXPERTS
+DENSE_FAMILIES = tuple(_FAMILIES)
+FAMILIES_WITH_EXPERTS = tuple(_WITH_EXPERTS)
+FAMILIES = (*DENSE_FAMILIES, *FAMILIES_WITH_EXPERTS)
 
 PRESET = Preset(
     name="tiny",
@@ -59,17 +120,26 @@ PRESET = Preset(
 )
 
 
-def tiny_model(family: str) -> PreTrainedModel:
+def tiny_model(family: str, **changes: Any) -> PreTrainedModel:
     """Return a random f32 model; norms and biases are random, too."""
-    config_class, model_class, extra = _FAMILIES[family]
+    config_class, model_class, extra = _ALL[family]
     torch.manual_seed(0)
-    model: PreTrainedModel = model_class(config_class(**{**_SHAPE, **extra})).eval()
+    config = config_class(**{**_SHAPE, **extra, **changes})
+    model: PreTrainedModel = model_class(config).eval()
+    randomize(model)
+    return model
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Fill all weights, and the biases that correct a router's choice."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(std=0.2)
             if "norm" in name:
                 parameter.add_(1.0)
-    return model
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.2)
 
 
 def write_mixed_gguf(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Two tiny models, compiled once for the session: one of all weight formats, one in f32."""
+"""Tiny models, compiled once for the session: of all weight formats, in f32, and with experts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.models.mtp_folder import rewrite, write_checkpoint
 from tests.models.tiny import PRESET, tiny_model, write_mixed_gguf
 from tests.runtime.serving import compile_missing
 from trnc.runtime.executor import ProgramExecutor
@@ -31,6 +32,24 @@ def f32_options(tmp_path_factory: pytest.TempPathFactory, store_root: Path) -> S
 
 
 @pytest.fixture(scope="session")
+def glm4_moe_options(tmp_path_factory: pytest.TempPathFactory, store_root: Path) -> StartOptions:
+    """Routed experts and an MTP layer in bf16, and a cache in float16."""
+    folder = tmp_path_factory.mktemp("glm4_moe")
+    write_checkpoint("glm4_moe", folder)
+    rewrite(folder, lambda tensors: {name: t.bfloat16() for name, t in tensors.items()})
+    return StartOptions(str(folder), PRESET, "inductor", store_root)
+
+
+@pytest.fixture(scope="session")
+def deepseek_v3_options(tmp_path_factory: pytest.TempPathFactory, store_root: Path) -> StartOptions:
+    """Latent attention and grouped routing in f32, and a cache in float32."""
+    folder = tmp_path_factory.mktemp("deepseek_v3")
+    tiny_model("deepseek_v3").save_pretrained(folder)
+    preset = replace(PRESET, name="tiny-f32", kv_dtype="float32")
+    return StartOptions(str(folder), preset, "inductor", store_root)
+
+
+@pytest.fixture(scope="session")
 def quantized(quantized_options: StartOptions, native_library: Path) -> Iterator[ProgramExecutor]:
     yield from _started(quantized_options)
 
@@ -38,6 +57,18 @@ def quantized(quantized_options: StartOptions, native_library: Path) -> Iterator
 @pytest.fixture(scope="session")
 def f32(f32_options: StartOptions, native_library: Path) -> Iterator[ProgramExecutor]:
     yield from _started(f32_options)
+
+
+@pytest.fixture(scope="session")
+def glm4_moe(glm4_moe_options: StartOptions, native_library: Path) -> Iterator[ProgramExecutor]:
+    yield from _started(glm4_moe_options)
+
+
+@pytest.fixture(scope="session")
+def deepseek_v3(
+    deepseek_v3_options: StartOptions, native_library: Path
+) -> Iterator[ProgramExecutor]:
+    yield from _started(deepseek_v3_options)
 
 
 def _started(options: StartOptions) -> Iterator[ProgramExecutor]:

@@ -60,7 +60,10 @@ class Pair:
         folders = {artifact: store.find(artifact) for artifact in manifest.stages}
         weights = dict(
             bind_weights(
-                model.weights, model.config, self.config.formats, max_context=PRESET.max_context
+                model.weights,
+                self.config.model,
+                self.config.formats,
+                max_context=PRESET.max_context,
             )
         )
         self.catalog = Catalog.of(v.key for v in manifest.variants)
@@ -111,8 +114,11 @@ def steps(*samplings: SamplingParams) -> list[StepPlan]:
     ]
 
 
-# Quantised activations differ from the oracle's by a little more than the order of additions.
-@pytest.mark.parametrize(("name", "atol"), [("f32", 1e-4), ("quantized", 2e-2)])
+# Activations of 12 bits differ from the oracle's by more than the order of additions does.
+@pytest.mark.parametrize(
+    ("name", "atol"),
+    [("f32", 1e-4), ("quantized", 5e-2), ("glm4_moe", 1e-2), ("deepseek_v3", 1e-4)],
+)
 @pytest.mark.parametrize(
     "samplings",
     [

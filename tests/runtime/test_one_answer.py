@@ -19,7 +19,7 @@ from trnc.ops import native
 from trnc.runtime.executor import ProgramExecutor
 
 LOOPS = pytest.mark.parametrize("loop", [plain_loop, overlapped_loop])
-EXECUTORS = pytest.mark.parametrize("name", ["quantized", "f32"])
+EXECUTORS = pytest.mark.parametrize("name", ["quantized", "f32", "glm4_moe", "deepseek_v3"])
 TEXT = tuple((i * 7919 + i * i * 31) % VOCAB for i in range(PRESET.max_context))
 GREEDY = SamplingParams(logprobs=5)
 SEEDED = SamplingParams(temperature=0.9, top_k=60, top_p=0.9, min_p=0.01, seed=77, logprobs=2)

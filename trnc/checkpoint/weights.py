@@ -1,14 +1,13 @@
 """Weights under one canonical naming, whatever file they come from.
 
-`embed`, `layers.{i}.attn_norm|q|k|v|o|mlp_norm|gate|up|down`, `norm`, `head`; `q_bias` and so on
-beside a matrix that has one, `q_norm` and `k_norm` where the config says so, and no `head` where it
-is tied. A weight is loaded when it is asked for, so a dequantised model is never held twice.
+`embed`, `layers.{i}.attn_norm|q|k|v|o|mlp_norm|gate|up|down`, `norm`, `head`, and what else
+`trnc.checkpoint.shapes` lists. A weight is loaded when it is asked for, so a dequantised model is
+never held twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,39 +15,11 @@ from torch import Tensor
 from trnc.checkpoint.gguf_file import GgufFile, TensorInfo
 from trnc.checkpoint.layouts import Dense, Int4Groups, Int8Groups, Layout
 from trnc.checkpoint.safetensors_folder import SafetensorsFolder
+from trnc.checkpoint.shapes import WeightShapes, mtp_layers, weight_shapes
 from trnc.checkpoint.source import Source
 from trnc.errors import CheckpointError
 
 Weight = Layout | Tensor
-
-
-class WeightShapes(Protocol):
-    """What this module needs of a `ModelConfig` (which lives above it)."""
-
-    @property
-    def vocab_size(self) -> int: ...  # noqa: D102
-    @property
-    def hidden_size(self) -> int: ...  # noqa: D102
-    @property
-    def intermediate_size(self) -> int: ...  # noqa: D102
-    @property
-    def num_layers(self) -> int: ...  # noqa: D102
-    @property
-    def num_heads(self) -> int: ...  # noqa: D102
-    @property
-    def num_kv_heads(self) -> int: ...  # noqa: D102
-    @property
-    def head_dim(self) -> int: ...  # noqa: D102
-    @property
-    def qk_norm(self) -> bool: ...  # noqa: D102
-    @property
-    def qkv_bias(self) -> bool: ...  # noqa: D102
-    @property
-    def output_bias(self) -> bool: ...  # noqa: D102
-    @property
-    def mlp_bias(self) -> bool: ...  # noqa: D102
-    @property
-    def tie_embeddings(self) -> bool: ...  # noqa: D102
 
 
 class Weights(Mapping[str, Weight]):
@@ -107,32 +78,6 @@ def load_weights(source: Source, config: WeightShapes, file: GgufFile | None = N
     return _open_folder(source, config, expected)
 
 
-def weight_shapes(config: WeightShapes) -> dict[str, tuple[int, ...]]:
-    """Return canonical name -> shape of every weight, in the order of the computation."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    layer: dict[str, tuple[int, ...]] = {"attn_norm": (hidden,)}
-    layer |= {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
-    if config.qkv_bias:
-        layer |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
-    if config.qk_norm:
-        layer |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
-    layer["o"] = (hidden, q)
-    if config.output_bias:
-        layer["o_bias"] = (hidden,)
-    layer |= {"mlp_norm": (hidden,), "gate": (inner, hidden), "up": (inner, hidden)}
-    layer["down"] = (hidden, inner)
-    if config.mlp_bias:
-        layer |= {"gate_bias": (inner,), "up_bias": (inner,), "down_bias": (hidden,)}
-    shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, hidden)}
-    for index in range(config.num_layers):
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
-    shapes["norm"] = (hidden,)
-    if not config.tie_embeddings:
-        shapes["head"] = (config.vocab_size, hidden)
-    return shapes
-
-
 def _check(
     where: object,
     stored: Mapping[str, tuple[int, ...]],
@@ -174,13 +119,33 @@ _FOLDER_NAMES = {
     "embed": "model.embed_tokens",
     "norm": "model.norm",
     "head": "lm_head",
+    "router": "mlp.gate",
+    "shared_gate": "mlp.shared_experts.gate_proj",
+    "shared_up": "mlp.shared_experts.up_proj",
+    "shared_down": "mlp.shared_experts.down_proj",
+    "q_a": "self_attn.q_a_proj",
+    "q_a_norm": "self_attn.q_a_layernorm",
+    "q_b": "self_attn.q_b_proj",
+    "kv_a": "self_attn.kv_a_proj_with_mqa",
+    "kv_a_norm": "self_attn.kv_a_layernorm",
+    "kv_b": "self_attn.kv_b_proj",
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "eh_proj": "eh_proj",
+    "shared_norm": "shared_head.norm",
 }
 _FOLDER_DTYPES = ("F32", "F16", "BF16")
 
 
 def folder_name(name: str) -> str:
     """Return how a Hugging Face folder spells a canonical name."""
-    return _spell(name, _FOLDER_NAMES, "model.layers.")
+    match name.split("."):
+        case ["layers", layer, "experts", expert, leaf]:
+            return f"model.layers.{layer}.mlp.experts.{expert}.{leaf}_proj.weight"
+        case ["layers", layer, "router_correction"]:
+            return f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        case _:
+            return _spell(name, _FOLDER_NAMES, "model.layers.")
 
 
 def _spell(name: str, table: Mapping[str, str], layer_prefix: str) -> str:
@@ -196,14 +161,18 @@ def _open_folder(
     source: Source, config: WeightShapes, expected: dict[str, tuple[int, ...]]
 ) -> Weights:
     folder = SafetensorsFolder(source.path)
+    # A tied checkpoint may hold a copy of its head; an MTP layer may hold copies of the embedding
+    # and of the head, which are tied to the model's own.
+    copies = {"lm_head.weight"} if config.tie_embeddings else set()
+    for layer in mtp_layers(config):
+        prefix = f"model.layers.{layer}."
+        copies |= {f"{prefix}embed_tokens.weight", f"{prefix}shared_head.head.weight"}
 
     def ignored(name: str) -> bool:
-        # A tied checkpoint may hold a copy of its head, and old ones their rope frequencies.
-        return name.endswith(".rotary_emb.inv_freq") or (
-            config.tie_embeddings and name == "lm_head.weight"
-        )
+        return name.endswith(".rotary_emb.inv_freq") or name in copies  # old ones have frequencies
 
     shapes = {name: info.shape for name, info in folder.tensors.items()}
+    _check_mtp(source.path, shapes, config, expected)
     _check(source.path, shapes, expected, folder_name, ignored)
 
     def load(name: str) -> Weight:
@@ -218,6 +187,24 @@ def _open_folder(
 
     stored = {name: folder.tensors[folder_name(name)].dtype for name in expected}
     return Weights(stored=stored, load=load)
+
+
+def _check_mtp(
+    where: object,
+    stored: Mapping[str, tuple[int, ...]],
+    config: WeightShapes,
+    expected: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Raise where an MTP layer that the config announces is not, or not all, in the folder."""
+    prefixes = tuple(f"layers.{layer}." for layer in mtp_layers(config))
+    names = [folder_name(name) for name in expected if name.startswith(prefixes)]
+    missing = [name for name in names if name not in stored]
+    if missing:
+        raise CheckpointError(
+            f"{where}: {len(missing)} of {len(names)} tensors of the MTP layer are missing:"
+            f" {', '.join(missing[:8])}{', ...' if missing[8:] else ''}. Download them again, or"
+            " set 'num_nextn_predict_layers' to 0 in config.json to do without the MTP layer."
+        )
 
 
 # --- GGUF -----------------------------------------------------------------------------------------

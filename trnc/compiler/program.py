@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from trnc.core import VariantKey
+from trnc.models.cache import cache_layout
 from trnc.models.config import ModelConfig
+from trnc.models.layer import layer_weights
 from trnc.models.registry import build_stage
 from trnc.models.stage import StageKind, StageSpec, WeightFormats
 from trnc.presets import Preset
@@ -95,43 +97,78 @@ def _call(spec: StageSpec, bindings: dict[str, str], outputs: dict[str, str]) ->
     )
 
 
+_EMBEDDING = {
+    "last_tokens": "state.last_tokens",
+    "cos_table": "weight.cos_table",
+    "sin_table": "weight.sin_table",
+    "embed": "weight.embed",
+}
+
+
 def _embed(config: ProgramConfig, key: VariantKey) -> Call:
     # Neither the number of sequences nor anything of the cache shapes this graph.
     spec = replace(config.spec("embed", key), rows=0, formats=config.formats)
+    return _call(spec, _EMBEDDING, {})
+
+
+def final_norm_call(config: ProgramConfig, key: VariantKey) -> Call:
+    """After the layers: `value.states`, what `mtp_calls` takes as `input.previous`."""
+    spec = replace(config.spec("final_norm", key), rows=0)
+    return _call(spec, {"hidden": "value.hidden", "norm": "weight.norm"}, {})
+
+
+def mtp_calls(config: ProgramConfig, key: VariantKey) -> Iterator[Call]:
+    """One pass of the MTP layer: the states and logits of the rows that sample.
+
+    Row i has the token at position i + 1 and, in `input.previous`, the state at position i; its
+    position and its place in the cache are i. `cache_update` of layer `num_layers` belongs to it.
+    """
+    index = config.model.num_layers
+    own = {name: f"weight.layers.{index}.{name}" for name in ("enorm", "hnorm", "eh_proj")}
+    spec = replace(config.spec("mtp_embed", key), rows=0, formats=config.formats)
+    yield _call(spec, _EMBEDDING | own, {})
+    yield layer_call(config, key, index)
     bindings = {
-        "last_tokens": "state.last_tokens",
-        "cos_table": "weight.cos_table",
-        "sin_table": "weight.sin_table",
-        "embed": "weight.embed",
+        "hidden": "value.hidden",
+        "shared_norm": f"weight.layers.{index}.shared_norm",
+        "head": _head_weight(config),
     }
-    return _call(spec, bindings, {})
+    yield _call(replace(config.spec("mtp_head", key), formats=config.formats), bindings, {})
 
 
 def _layers(config: ProgramConfig, key: VariantKey) -> Iterator[Call]:
-    for index, formats in enumerate(config.formats.layers):
-        spec = replace(
-            config.spec("layer", key),
-            formats=formats,
-            kv_dtype=config.preset.kv_dtype,
-            page_size=config.preset.page_size,
-        )
-        fixed = {name: f"value.{name}" for name in ("hidden", "cos", "sin")}
-        fixed |= {name: f"state.{name}.{index}" for name in ("k_pages", "v_pages")}
-        fixed |= {name: f"input.{name}" for name in ("block_tables", "sequences")}
-        weights = {
-            port: f"weight.layers.{index}.{port}"
-            for port in build_stage(spec).inputs
-            if port not in fixed
-        }
-        new = {name: f"value.{name}.{index}" for name in ("k_new", "v_new")}
-        yield _call(spec, fixed | weights, new)
+    for index in range(config.model.num_layers):
+        yield layer_call(config, key, index)
+
+
+def layer_call(config: ProgramConfig, key: VariantKey, index: int) -> Call:
+    """Bind one layer to its weights and pages; index `num_layers` is the MTP layer's."""
+    preset = config.preset
+    spec = replace(
+        config.spec("moe_layer" if config.model.is_moe(index) else "layer", key),
+        formats=config.formats.layers[index],
+        kv_dtype=preset.kv_dtype,
+        page_size=preset.page_size,
+    )
+    cache = cache_layout(config.model, preset.kv_dtype, preset.page_size)
+    fixed = {name: f"value.{name}" for name in ("hidden", "cos", "sin")}
+    fixed |= {name: f"state.{name}.{index}" for name in cache.pages}
+    weights = {port: f"weight.layers.{index}.{port}" for port in layer_weights(spec)}
+    return _call(spec, fixed | weights, {name: f"value.{name}.{index}" for name in cache.new})
 
 
 def _head(config: ProgramConfig, key: VariantKey) -> Call:
     spec = replace(config.spec("head", key), formats=config.formats)
-    head = "weight.embed" if config.model.tie_embeddings else "weight.head"
-    bindings = {"hidden": "value.hidden", "norm": "weight.norm", "head": head}
+    bindings = {
+        "hidden": "value.hidden",
+        "norm": "weight.norm",
+        "head": _head_weight(config),
+    }
     return _call(spec, bindings, {})
+
+
+def _head_weight(config: ProgramConfig) -> str:
+    return "weight.embed" if config.model.tie_embeddings else "weight.head"
 
 
 def _sampling(config: ProgramConfig, key: VariantKey) -> Iterator[Call]:
@@ -150,7 +187,14 @@ def _sampling(config: ProgramConfig, key: VariantKey) -> Iterator[Call]:
 
 
 def _updates(config: ProgramConfig) -> Iterator[Update]:
-    for i in range(config.model.num_layers):
-        pages = (f"state.k_pages.{i}", f"state.v_pages.{i}", f"value.k_new.{i}", f"value.v_new.{i}")
-        yield Update("kv_write", (*pages, "input.block_tables", "input.sequences"))
+    for index in range(config.model.num_layers):
+        yield cache_update(config, index)
     yield Update("store_tokens", ("state.last_tokens", "input.sample_slots", "value.tokens"))
+
+
+def cache_update(config: ProgramConfig, index: int) -> Update:
+    """The write of what one layer adds to its pages."""
+    cache = cache_layout(config.model, config.preset.kv_dtype, config.preset.page_size)
+    pages = (f"state.{name}.{index}" for name in cache.pages)
+    new = (f"value.{name}.{index}" for name in cache.new)
+    return Update(cache.write, (*pages, *new, "input.block_tables", "input.sequences"))

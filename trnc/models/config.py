@@ -17,7 +17,10 @@ from typing import Any, Literal
 from trnc.checkpoint.gguf_file import GgufFile
 from trnc.checkpoint.source import Source
 from trnc.errors import CheckpointError, nearest
+from trnc.models.config_parts import MlaConfig, MoeConfig, read_mla, read_moe, read_mtp_layers
+from trnc.models.fields import integer, number
 
+Architecture = Literal["llama", "glm4_moe", "deepseek_v3"]
 RopeKind = Literal["none", "linear", "llama3", "yarn", "factors"]
 
 _HF_ARCHITECTURES = (
@@ -25,6 +28,8 @@ _HF_ARCHITECTURES = (
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "DeepseekV3ForCausalLM",
 )
 _GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _HF_DEFAULT_MAX_POSITION = {
@@ -32,6 +37,13 @@ _HF_DEFAULT_MAX_POSITION = {
     "MistralForCausalLM": 131072,
     "Qwen2ForCausalLM": 32768,
     "Qwen3ForCausalLM": 32768,
+    "Glm4MoeForCausalLM": 131072,
+    "DeepseekV3ForCausalLM": 4096,
+}
+_HF_OPTIONAL_BIAS = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Glm4MoeForCausalLM")
+_WITH_EXPERTS: Mapping[str, Architecture] = {
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
 }
 
 
@@ -60,7 +72,12 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder of the llama family: RMSNorm, GQA attention with rope, a gated SiLU MLP.
+    """A decoder: RMSNorm, attention with rope, a gated SiLU MLP.
+
+    Attention is grouped-query attention, or latent attention where `mla` is set: then `head_dim` is
+    that of queries and keys, and there are as many KV heads as heads. With `moe`, the layers from
+    `moe.first_layer` on are mixtures of experts. `mtp_layers` (0 or 1) is the number of layers for
+    multi-token prediction, which come after the others: layer `num_layers` is the first.
 
     `qk_norm` is a per-head RMSNorm on q and k before rope. `max_position` is the longest context
     in tokens that the checkpoint declares. `sliding_window` is None where attention sees the whole
@@ -68,7 +85,7 @@ class ModelConfig:
     must refuse a longer `max_context`.
     """
 
-    architecture: Literal["llama"]
+    architecture: Architecture
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -85,6 +102,9 @@ class ModelConfig:
     tie_embeddings: bool
     max_position: int
     sliding_window: int | None = None
+    moe: MoeConfig | None = None
+    mla: MlaConfig | None = None
+    mtp_layers: int = 0
 
     def __post_init__(self) -> None:
         """Raise CheckpointError where the numbers cannot be those of one model."""
@@ -94,6 +114,12 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim {self.head_dim} is odd: rope rotates pairs")
+        if self.rope.dim % 2:
+            raise CheckpointError(f"rope rotates pairs, not {self.rope.dim} dimensions")
+
+    def is_moe(self, index: int) -> bool:
+        """Whether layer `index` has routed experts; those of multi-token prediction always do."""
+        return self.moe is not None and index >= min(self.moe.first_layer, self.num_layers)
 
 
 def load_config(source: Source, file: GgufFile | None = None) -> ModelConfig:
@@ -124,38 +150,44 @@ def from_hf(table: Mapping[str, Any]) -> ModelConfig:
         CheckpointError: an architecture, activation, rope scaling or quantisation that is not
             supported, or a required field that is missing or of the wrong type.
     """
-    architecture = _hf_architecture(table)
+    name = _hf_architecture(table)
     _refuse_hf(table)
-    heads = _integer(table, "num_attention_heads")
-    hidden = _integer(table, "hidden_size")
-    # Qwen3 is the one class whose default head_dim is a number of its own.
-    derived = 128 if architecture == "Qwen3ForCausalLM" else hidden // heads
-    head_dim = _integer(table, "head_dim", derived)
-    max_position = _integer(
-        table, "max_position_embeddings", _HF_DEFAULT_MAX_POSITION[architecture]
-    )
-    bias = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and bool(
-        table.get("attention_bias", False)
-    )
+    heads = integer(table, "num_attention_heads")
+    max_position = integer(table, "max_position_embeddings", _HF_DEFAULT_MAX_POSITION[name])
+    mla = read_mla(table, _scaling(table)) if name == "DeepseekV3ForCausalLM" else None
+    head_dim = mla.head_dim if mla else _hf_head_dim(table, name, heads)
+    rope_dim = mla.rope_dim if mla else _hf_rope_dim(table, name, head_dim)
+    biased = bool(table.get("attention_bias", False))
+    with_experts = name in _WITH_EXPERTS
     return ModelConfig(
-        architecture="llama",
-        vocab_size=_integer(table, "vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=_integer(table, "intermediate_size"),
-        num_layers=_integer(table, "num_hidden_layers"),
+        architecture=_WITH_EXPERTS.get(name, "llama"),
+        vocab_size=integer(table, "vocab_size"),
+        hidden_size=integer(table, "hidden_size"),
+        intermediate_size=integer(table, "intermediate_size"),
+        num_layers=integer(table, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=_integer(table, "num_key_value_heads", heads),
+        num_kv_heads=heads if mla else integer(table, "num_key_value_heads", heads),
         head_dim=head_dim,
-        rms_eps=_number(table, "rms_norm_eps", 1e-6),
-        rope=_hf_rope(table, head_dim, max_position),
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        qkv_bias=bias or architecture == "Qwen2ForCausalLM",
-        output_bias=bias,
-        mlp_bias=architecture == "LlamaForCausalLM" and bool(table.get("mlp_bias", False)),
+        rms_eps=number(table, "rms_norm_eps", 1e-5 if name == "Glm4MoeForCausalLM" else 1e-6),
+        rope=_hf_rope(table, rope_dim, max_position),
+        qk_norm=name == "Qwen3ForCausalLM"
+        or (name == "Glm4MoeForCausalLM" and bool(table.get("use_qk_norm", False))),
+        qkv_bias=name == "Qwen2ForCausalLM" or (biased and name in _HF_OPTIONAL_BIAS),
+        output_bias=biased and name in ("LlamaForCausalLM", "Qwen3ForCausalLM"),
+        mlp_bias=name == "LlamaForCausalLM" and bool(table.get("mlp_bias", False)),
         tie_embeddings=bool(table.get("tie_word_embeddings", False)),
         max_position=max_position,
-        sliding_window=_hf_sliding_window(table, architecture, max_position),
+        sliding_window=_hf_sliding_window(table, name, max_position),
+        moe=read_moe(table) if with_experts else None,
+        mla=mla,
+        mtp_layers=read_mtp_layers(table) if with_experts else 0,
     )
+
+
+def _hf_head_dim(table: Mapping[str, Any], name: str, heads: int) -> int:
+    # Qwen3 is the one class whose default head_dim is a number of its own.
+    derived = 128 if name == "Qwen3ForCausalLM" else integer(table, "hidden_size") // heads
+    return integer(table, "head_dim", derived)
 
 
 def _hf_architecture(table: Mapping[str, Any]) -> str:
@@ -187,8 +219,6 @@ def _refuse_hf(table: Mapping[str, Any]) -> None:
             f"'quantization_config' is {method!r}: quantised safetensors are not supported; use"
             " the unquantised checkpoint or a GGUF file"
         )
-    if table.get("partial_rotary_factor", 1.0) != 1.0:
-        raise CheckpointError("'partial_rotary_factor' other than 1.0 is not supported")
     if table.get("no_rope_layers"):
         raise CheckpointError("'no_rope_layers': layers without rope are not supported yet")
 
@@ -197,7 +227,7 @@ def _hf_sliding_window(
     table: Mapping[str, Any], architecture: str, max_position: int
 ) -> int | None:
     """Return the window of any layer that has one. Layers are not told apart: the least counts."""
-    if architecture == "LlamaForCausalLM":
+    if architecture == "LlamaForCausalLM" or architecture in _WITH_EXPERTS:
         return None
     if architecture == "MistralForCausalLM":
         window = table.get("sliding_window", 4096)
@@ -212,25 +242,44 @@ def _hf_sliding_window(
     return int(window)
 
 
-def _hf_rope(table: Mapping[str, Any], head_dim: int, max_position: int) -> RopeConfig:
+def _hf_rope(table: Mapping[str, Any], dim: int, max_position: int) -> RopeConfig:
     """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (4)."""
-    name = "rope_parameters" if table.get("rope_parameters") else "rope_scaling"
-    scaling = dict(table.get(name) or {})
+    name, scaling = _scaling_name(table), _scaling(table)
     if any(isinstance(value, dict) for value in scaling.values()):
         raise CheckpointError(f"'{name}' differs between layers, which is not supported")
-    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
-        raise CheckpointError(f"'{name}.partial_rotary_factor' other than 1.0 is not supported")
-    theta = _number(scaling, "rope_theta", _number(table, "rope_theta", 10000.0))
+    theta = number(scaling, "rope_theta", number(table, "rope_theta", 10000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     # A number outside the scaling table wins, as in transformers.
     original = table.get("original_max_position_embeddings") or scaling.get(
         "original_max_position_embeddings", max_position
     )
-    base = RopeConfig(theta=theta, dim=head_dim)
+    base = RopeConfig(theta=theta, dim=dim)
     try:
         return _scaled(base, str(kind), scaling, int(original), max_position)
     except CheckpointError as error:
         raise CheckpointError(f"'{name}': {error}") from None
+
+
+def _hf_rope_dim(table: Mapping[str, Any], architecture: str, head_dim: int) -> int:
+    """Return how many dimensions of a head are rotated."""
+    scaling = _scaling(table)
+    if architecture == "Glm4MoeForCausalLM":
+        factor = number(
+            scaling, "partial_rotary_factor", number(table, "partial_rotary_factor", 0.5)
+        )
+        return int(head_dim * factor)
+    for where, values in (("", table), (f"{_scaling_name(table)}.", scaling)):
+        if values.get("partial_rotary_factor", 1.0) != 1.0:
+            raise CheckpointError(f"'{where}partial_rotary_factor' other than 1.0 is not supported")
+    return head_dim
+
+
+def _scaling_name(table: Mapping[str, Any]) -> str:
+    return "rope_parameters" if table.get("rope_parameters") else "rope_scaling"
+
+
+def _scaling(table: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(table.get(_scaling_name(table)) or {})
 
 
 def _scaled(
@@ -240,27 +289,27 @@ def _scaled(
     if kind in ("default", "none"):
         return base
     if kind == "linear":
-        return replace(base, kind="linear", factor=_number(scaling, "factor"))
+        return replace(base, kind="linear", factor=number(scaling, "factor"))
     if kind == "llama3":
-        low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+        low, high = number(scaling, "low_freq_factor"), number(scaling, "high_freq_factor")
         if low >= high:
             raise CheckpointError("'low_freq_factor' must be less than 'high_freq_factor'")
         return replace(
             base,
             kind="llama3",
-            factor=_number(scaling, "factor"),
+            factor=number(scaling, "factor"),
             low_freq_factor=low,
             high_freq_factor=high,
             original_max_position=original,
         )
     if kind == "yarn":
-        factor = _number(scaling, "factor", max_position / original)
+        factor = number(scaling, "factor", max_position / original)
         return replace(
             base,
             kind="yarn",
             factor=factor,
-            beta_fast=_number(scaling, "beta_fast", 32.0),
-            beta_slow=_number(scaling, "beta_slow", 1.0),
+            beta_fast=number(scaling, "beta_fast", 32.0),
+            beta_slow=number(scaling, "beta_slow", 1.0),
             truncate=bool(scaling.get("truncate", True)),
             attention_factor=_yarn_attention_factor(scaling, factor),
             original_max_position=original,
@@ -310,24 +359,24 @@ def from_gguf(file: GgufFile) -> ModelConfig:
         raise CheckpointError(f"'{arch}.expert_count': mixture-of-experts models are not supported")
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError("tensor 'token_embd.weight' is missing")
-    heads = _integer(meta, f"{arch}.attention.head_count")
-    hidden = _integer(meta, f"{arch}.embedding_length")
-    head_dim = _integer(meta, f"{arch}.attention.key_length", hidden // heads)
-    if _integer(meta, f"{arch}.attention.value_length", head_dim) != head_dim:
+    heads = integer(meta, f"{arch}.attention.head_count")
+    hidden = integer(meta, f"{arch}.embedding_length")
+    head_dim = integer(meta, f"{arch}.attention.key_length", hidden // heads)
+    if integer(meta, f"{arch}.attention.value_length", head_dim) != head_dim:
         raise CheckpointError(f"'{arch}.attention.value_length' must equal the key length")
-    max_position = _integer(meta, f"{arch}.context_length")
+    max_position = integer(meta, f"{arch}.context_length")
     window = meta.get(f"{arch}.attention.sliding_window") or None
     return ModelConfig(
         architecture="llama",
         vocab_size=file.tensors["token_embd.weight"].shape[0],
         hidden_size=hidden,
-        intermediate_size=_integer(meta, f"{arch}.feed_forward_length"),
-        num_layers=_integer(meta, f"{arch}.block_count"),
+        intermediate_size=integer(meta, f"{arch}.feed_forward_length"),
+        num_layers=integer(meta, f"{arch}.block_count"),
         num_heads=heads,
-        num_kv_heads=_integer(meta, f"{arch}.attention.head_count_kv", heads),
+        num_kv_heads=integer(meta, f"{arch}.attention.head_count_kv", heads),
         head_dim=head_dim,
         # The metadata holds an f32, and transformers computes with the decimal that it stands for.
-        rms_eps=float(f"{_number(meta, f'{arch}.attention.layer_norm_rms_epsilon'):.7g}"),
+        rms_eps=float(f"{number(meta, f'{arch}.attention.layer_norm_rms_epsilon'):.7g}"),
         rope=_gguf_rope(file, arch, head_dim, max_position),
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
@@ -341,9 +390,9 @@ def from_gguf(file: GgufFile) -> ModelConfig:
 
 def _gguf_rope(file: GgufFile, arch: str, head_dim: int, max_position: int) -> RopeConfig:
     meta = file.metadata
-    if _integer(meta, f"{arch}.rope.dimension_count", head_dim) != head_dim:
+    if integer(meta, f"{arch}.rope.dimension_count", head_dim) != head_dim:
         raise CheckpointError(f"'{arch}.rope.dimension_count' other than head_dim is not supported")
-    theta = _number(meta, f"{arch}.rope.freq_base", 10000.0)
+    theta = number(meta, f"{arch}.rope.freq_base", 10000.0)
     kind = str(meta.get(f"{arch}.rope.scaling.type", "none"))
     prefix = f"{arch}.rope.scaling."
     scaling = {key.removeprefix(prefix): v for key, v in meta.items() if key.startswith(prefix)}
@@ -368,28 +417,3 @@ def _gguf_rope(file: GgufFile, arch: str, head_dim: int, max_position: int) -> R
     if rope.kind != "none" or len(factors) != head_dim // 2:
         raise CheckpointError(f"tensor 'rope_freqs.weight' does not fit rope scaling '{kind}'")
     return replace(base, kind="factors", factors=factors)
-
-
-# --- fields ---------------------------------------------------------------------------------------
-
-
-def _integer(table: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = table.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise CheckpointError(f"'{key}' is missing")
-    if type(value) is not int or value < 1:
-        raise CheckpointError(f"'{key}' must be a positive integer, got {value!r}")
-    return value
-
-
-def _number(table: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = table.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise CheckpointError(f"'{key}' is missing")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise CheckpointError(f"'{key}' must be a positive number, got {value!r}")
-    return float(value)

@@ -1,5 +1,7 @@
 """The llama family (Llama, SmolLM2, Mistral, Qwen2, Qwen3) as pure stage functions.
 
+The two halves of a layer are functions of their own, so that other families can have one of them.
+
 A step is embed -> layer x N -> head. T token rows of up to R sequences are computed at once; which
 sequence a row belongs to is data (`sequences`), not shape, so one function serves prefill and
 decode. Every operator gives a row the same bits whatever the other rows are (see trnc.ops).
@@ -9,19 +11,14 @@ Shapes: T token rows, R sequences, H hidden, Hq/Hkv heads, D head_dim, S page_si
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from trnc import ops
 from trnc.models.config import ModelConfig
-from trnc.models.stage import (
-    LayerFormats,
-    Stage,
-    StageSpec,
-    TensorSpec,
-    WeightFormats,
-    packed_spec,
-)
+from trnc.models.stage import Stage, StageSpec, TensorSpec, WeightFormats, packed_spec
 
 
 def embed_stage(spec: StageSpec) -> Stage:
@@ -62,60 +59,41 @@ def embed_stage(spec: StageSpec) -> Stage:
     return Stage(function=embed, inputs=inputs, outputs=("hidden", "cos", "sin"))
 
 
-def layer_stage(spec: StageSpec) -> Stage:
-    """One decoder block. Returns the hidden states and the step's own K and V rows.
+def attend(spec: StageSpec, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """The attention half of a layer: the hidden states, and the step's own K and V rows.
 
     K and V are rounded to the cache's dtype before they are attended, so that a key has the same
     bits whether it comes from this step or from the pages.
     """
-    model, formats = spec.model, spec.formats
-    assert isinstance(formats, LayerFormats)
+    model, t = spec.model, tensors
+    formats = spec.layer_formats
     kv_dtype = TensorSpec((), spec.kv_dtype).torch_dtype
+    hidden, cos, sin = t["hidden"], t["cos"], t["sin"]
+    normed = ops.rms_norm(hidden, t["attn_norm"], model.rms_eps)
+    fused = ops.linear(normed, t["qkv"], t.get("qkv_bias"), formats.qkv, _qkv_width(model))
+    q, k, v = _split_heads(fused, model)
+    if model.qk_norm:
+        q = _head_norm(q, t["q_norm"], model.rms_eps)
+        k = _head_norm(k, t["k_norm"], model.rms_eps)
+    q = rotate(q, cos, sin)
+    k_new, v_new = cache_rows(rotate(k, cos, sin), kv_dtype), cache_rows(v, kv_dtype)
+    paged = (t["k_pages"], t["v_pages"], t["block_tables"], t["sequences"])
+    attended = ops.paged_attention(q, k_new, v_new, *paged, model.head_dim**-0.5)
+    out = ops.linear(attended.flatten(1), t["o"], t.get("o_bias"), formats.o, model.hidden_size)
+    return hidden + out, k_new, v_new
 
-    def layer(
-        hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        block_tables: Tensor,
-        sequences: Tensor,
-        attn_norm: Tensor,
-        qkv: Tensor,
-        o: Tensor,
-        mlp_norm: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        qkv_bias: Tensor | None = None,
-        o_bias: Tensor | None = None,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        normed = ops.rms_norm(hidden, attn_norm, model.rms_eps)
-        fused = ops.linear(normed, qkv, qkv_bias, formats.qkv, _qkv_width(model))
-        q, k, v = _split_heads(fused, model)
-        if q_norm is not None and k_norm is not None:
-            q, k = _head_norm(q, q_norm, model.rms_eps), _head_norm(k, k_norm, model.rms_eps)
-        q = rotate(q, cos, sin)
-        k_new, v_new = cache_rows(rotate(k, cos, sin), kv_dtype), cache_rows(v, kv_dtype)
-        attended = ops.paged_attention(
-            q, k_new, v_new, k_pages, v_pages, block_tables, sequences, model.head_dim**-0.5
-        )
-        hidden = hidden + ops.linear(attended.flatten(1), o, o_bias, formats.o, model.hidden_size)
-        normed = ops.rms_norm(hidden, mlp_norm, model.rms_eps)
-        wide = ops.linear(
-            normed, gate_up, gate_up_bias, formats.gate_up, 2 * model.intermediate_size
-        )
-        narrow = ops.linear(ops.silu_mul(wide), down, down_bias, formats.down, model.hidden_size)
-        return hidden + narrow, k_new, v_new
 
-    return Stage(
-        function=layer,
-        inputs=_layer_inputs(spec) | layer_weights(model, formats),
-        outputs=("hidden", "k_new", "v_new"),
+def feed_forward(spec: StageSpec, hidden: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The dense MLP half of a layer, with its residual."""
+    model, formats, t = spec.model, spec.layer_formats, tensors
+    normed = ops.rms_norm(hidden, t["mlp_norm"], model.rms_eps)
+    wide = ops.linear(
+        normed, t["gate_up"], t.get("gate_up_bias"), formats.gate_up, 2 * model.intermediate_size
     )
+    narrow = ops.linear(
+        ops.silu_mul(wide), t["down"], t.get("down_bias"), formats.down, model.hidden_size
+    )
+    return hidden + narrow
 
 
 def head_stage(spec: StageSpec) -> Stage:
@@ -155,42 +133,47 @@ def cache_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).contiguous()  # values are a slice of the fused rows otherwise
 
 
-def layer_weights(model: ModelConfig, formats: LayerFormats) -> dict[str, TensorSpec]:
-    """The weight ports of one decoder layer, in the order in which its graph takes them."""
-    hidden, inner = model.hidden_size, model.intermediate_size
-    attended = model.num_heads * model.head_dim
-    specs = {
+def attention_weights(spec: StageSpec) -> dict[str, TensorSpec]:
+    """The matrices of `attend`, and the norm before them."""
+    model, formats = spec.model, spec.layer_formats
+    hidden, attended = model.hidden_size, model.num_heads * model.head_dim
+    return {
         "attn_norm": TensorSpec((hidden,)),
         "qkv": packed_spec(formats.qkv, _qkv_width(model), hidden),
         "o": packed_spec(formats.o, hidden, attended),
+    }
+
+
+def attention_vectors(model: ModelConfig) -> dict[str, TensorSpec]:
+    """What `attend` takes only in some models."""
+    specs = {}
+    if model.qkv_bias:
+        specs["qkv_bias"] = TensorSpec((_qkv_width(model),))
+    if model.output_bias:
+        specs["o_bias"] = TensorSpec((model.hidden_size,))
+    if model.qk_norm:
+        specs["q_norm"] = specs["k_norm"] = TensorSpec((model.head_dim,))
+    return specs
+
+
+def feed_forward_weights(spec: StageSpec) -> dict[str, TensorSpec]:
+    """The matrices of `feed_forward`, and the norm before them."""
+    hidden, inner = spec.model.hidden_size, spec.model.intermediate_size
+    formats = spec.layer_formats
+    return {
         "mlp_norm": TensorSpec((hidden,)),
         "gate_up": packed_spec(formats.gate_up, 2 * inner, hidden),
         "down": packed_spec(formats.down, hidden, inner),
     }
-    if model.qkv_bias:
-        specs["qkv_bias"] = TensorSpec((_qkv_width(model),))
-    if model.output_bias:
-        specs["o_bias"] = TensorSpec((hidden,))
-    if model.qk_norm:
-        specs["q_norm"] = specs["k_norm"] = TensorSpec((model.head_dim,))
-    if model.mlp_bias:
-        specs["gate_up_bias"] = TensorSpec((2 * inner,))
-        specs["down_bias"] = TensorSpec((hidden,))
-    return specs
 
 
-def _layer_inputs(spec: StageSpec) -> dict[str, TensorSpec]:
-    model, half = spec.model, spec.model.rope.dim // 2
-    kv, page = model.num_kv_heads, spec.page_size
-    row = ops.kv_row_size(model.head_dim, TensorSpec((), spec.kv_dtype).torch_dtype)
+def feed_forward_vectors(model: ModelConfig) -> dict[str, TensorSpec]:
+    """What `feed_forward` takes only in some models."""
+    if not model.mlp_bias:
+        return {}
     return {
-        "hidden": TensorSpec((spec.tokens, model.hidden_size)),
-        "cos": TensorSpec((spec.tokens, half)),
-        "sin": TensorSpec((spec.tokens, half)),
-        "k_pages": TensorSpec(("pages", kv, row, page), spec.kv_dtype),
-        "v_pages": TensorSpec(("pages", kv, page, row), spec.kv_dtype),
-        "block_tables": TensorSpec((spec.rows, "blocks"), "int32"),
-        "sequences": TensorSpec((spec.rows, 3), "int32"),
+        "gate_up_bias": TensorSpec((2 * model.intermediate_size,)),
+        "down_bias": TensorSpec((model.hidden_size,)),
     }
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from trnc.models import llama, sampling
+from trnc.models import llama, mtp, sampling
+from trnc.models.layer import layer_stage
 from trnc.models.stage import Stage, StageKind, StageSpec
 
 _BUILDERS: Mapping[StageKind, Callable[[StageSpec], Stage]] = {
     "embed": llama.embed_stage,
-    "layer": llama.layer_stage,
+    "layer": layer_stage,
+    "moe_layer": layer_stage,
     "head": llama.head_stage,
+    "final_norm": mtp.final_norm_stage,
+    "mtp_embed": mtp.mtp_embed_stage,
+    "mtp_head": mtp.mtp_head_stage,
     "logit_bias": sampling.logit_bias_stage,
     "greedy": sampling.greedy_stage,
     "sample": sampling.sample_stage,

@@ -17,7 +17,19 @@ from torch import Tensor
 from trnc import ops
 from trnc.models.config import ModelConfig
 
-StageKind = Literal["embed", "layer", "head", "logit_bias", "greedy", "sample", "logprobs"]
+StageKind = Literal[
+    "embed",
+    "layer",
+    "moe_layer",
+    "head",
+    "final_norm",
+    "mtp_embed",
+    "mtp_head",
+    "logit_bias",
+    "greedy",
+    "sample",
+    "logprobs",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +53,30 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerFormats:
-    """The packed format of each fused matrix of a decoder layer."""
+    """The packed format of each matrix of a decoder layer; "" where the layer has no such matrix.
+
+    `gate_up` and `down` are those of the routed experts where the layer has them. `qkv` is what the
+    layer's input is multiplied with first: in latent attention, the way down to the latents.
+    """
 
     qkv: str
     o: str
     gate_up: str
     down: str
+    shared_gate_up: str = ""
+    shared_down: str = ""
+    q_up: str = ""
+    k_up: str = ""
+    v_up: str = ""
+    eh_proj: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormats:
-    """The packed format of every matrix of a model. A tied head has the embedding's."""
+    """The packed format of every matrix of a model. A tied head has the embedding's.
+
+    The layers of multi-token prediction come last.
+    """
 
     embed: str
     head: str
@@ -77,6 +102,12 @@ class StageSpec:
     page_size: int = 0
 
     @property
+    def layer_formats(self) -> LayerFormats:
+        """The formats of a stage that is a layer."""
+        assert isinstance(self.formats, LayerFormats)
+        return self.formats
+
+    @property
     def label(self) -> str:
         """A short name for people: `layer`, or `layer 256 4` where the bucket is static."""
         sizes = [f" {size}" for size in (self.tokens, self.rows) if isinstance(size, int) and size]
@@ -98,3 +129,8 @@ class Stage:
 def packed_spec(format: str, out_features: int, in_features: int) -> TensorSpec:
     """The spec of a packed [out_features, in_features] matrix."""
     return TensorSpec(ops.packed_shape(format, out_features, in_features), "uint8")
+
+
+def stacked_spec(format: str, count: int, out_features: int, in_features: int) -> TensorSpec:
+    """The spec of `count` packed matrices of one shape."""
+    return TensorSpec((count, *ops.packed_shape(format, out_features, in_features)), "uint8")

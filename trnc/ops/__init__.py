@@ -4,7 +4,9 @@ Importing this package declares every operator, so that a native library can reg
 """
 
 from trnc.ops.attention import kv_row_size, kv_write, paged_attention, quantize_kv
+from trnc.ops.latent import latent_attention, latent_write
 from trnc.ops.linear import embedding, linear
+from trnc.ops.moe import experts, head_linear, route
 from trnc.ops.norm import rms_norm, silu_mul
 from trnc.ops.packing import pack, packed_shape, unpack
 from trnc.ops.sampling import logit_bias, logprobs, sample, sample_greedy
@@ -12,8 +14,12 @@ from trnc.ops.state import store_tokens
 
 __all__ = [
     "embedding",
+    "experts",
+    "head_linear",
     "kv_row_size",
     "kv_write",
+    "latent_attention",
+    "latent_write",
     "linear",
     "logit_bias",
     "logprobs",
@@ -22,6 +28,7 @@ __all__ = [
     "paged_attention",
     "quantize_kv",
     "rms_norm",
+    "route",
     "sample",
     "sample_greedy",
     "silu_mul",

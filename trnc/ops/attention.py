@@ -86,7 +86,7 @@ def _quantize_kv(x: Tensor) -> Tensor:
     return torch.cat([q, (largest / 127.0).float().view(torch.int8)], dim=-1)
 
 
-def _dequantize_kv(rows: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_kv(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Turn stored rows [..., kv_row_size] into keys or values [..., D] of `dtype`."""
     if rows.dtype != torch.int8:
         return rows.to(dtype)
@@ -110,8 +110,8 @@ def _paged_attention(
             continue
         rows = slice(first, first + count)
         past_k, past_v = _cached(k_pages, v_pages, table, start)
-        k = _dequantize_kv(torch.cat([past_k, k_new[rows]]), q.dtype)
-        v = _dequantize_kv(torch.cat([past_v, v_new[rows]]), q.dtype)
+        k = dequantize_kv(torch.cat([past_k, k_new[rows]]), q.dtype)
+        v = dequantize_kv(torch.cat([past_v, v_new[rows]]), q.dtype)
         out[rows] = _attend(q[rows], k, v, start=start, scale=scale)
     return out
 

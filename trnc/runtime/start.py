@@ -89,18 +89,22 @@ def open_model(name: str, *, report: Report) -> Model:
     return Model(source=source, config=config, weights=load_weights(source, config, file))
 
 
-def program_config(model: Model, preset: Preset, backend: Backend) -> ProgramConfig:
+def program_config(
+    model: Model, preset: Preset, backend: Backend, *, mtp: bool = False
+) -> ProgramConfig:
     """Return what the programs of a configuration depend on.
 
-    The context is cut to what the model computes; the eager backend keeps everything in f32.
+    The context is cut to what the model computes; the eager backend keeps everything in f32. The
+    MTP layer, its weights and its pages, is part of it only where `mtp` asks for it.
     """
-    limit = model.config.sliding_window or model.config.max_position
+    config = model.config if mtp else replace(model.config, mtp_layers=0)
+    limit = config.sliding_window or config.max_position
     preset = replace(preset, max_context=min(preset.max_context, limit))
     if backend == "eager":
         exact = replace(preset, kv_dtype="float32")
-        return ProgramConfig(model.config, exact_formats(model.config), exact)
+        return ProgramConfig(config, exact_formats(config), exact)
     stored = {name: model.weights.stored_type(name) for name in model.weights}
-    return ProgramConfig(model.config, choose_formats(stored, model.config), preset)
+    return ProgramConfig(config, choose_formats(stored, config), preset)
 
 
 def start_executor(

@@ -8,20 +8,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trnc import ops
 from trnc.errors import ConfigError
+from trnc.models.cache import cache_layout
 from trnc.models.config import ModelConfig
-from trnc.models.stage import TensorSpec
 from trnc.presets import Preset
 
 _MIB = 1 << 20
 
 
 def page_bytes(model: ModelConfig, preset: Preset) -> int:
-    """Bytes of one KV page over all layers, keys and values."""
-    dtype = TensorSpec((), preset.kv_dtype).torch_dtype
-    row = ops.kv_row_size(model.head_dim, dtype) * dtype.itemsize
-    return 2 * model.num_layers * model.num_kv_heads * preset.page_size * row
+    """Bytes of one page of the cache over all layers."""
+    layout = cache_layout(model, preset.kv_dtype, preset.page_size)
+    return (model.num_layers + model.mtp_layers) * layout.page_bytes
 
 
 def count_pages(model: ModelConfig, preset: Preset, *, free_bytes: int) -> int:
@@ -51,13 +49,12 @@ def allocate_state(model: ModelConfig, preset: Preset, *, num_pages: int) -> dic
     position count that was not written. `last_tokens` has one slot more than there are rows: rows
     that sample nothing write there.
     """
-    kv_dtype = TensorSpec((), preset.kv_dtype).torch_dtype
-    kv, page = model.num_kv_heads, preset.page_size
-    row = ops.kv_row_size(model.head_dim, kv_dtype)
+    layout = cache_layout(model, preset.kv_dtype, preset.page_size)
     state = {"state.last_tokens": torch.zeros(preset.max_rows + 1, dtype=torch.int64)}
-    for i in range(model.num_layers):
-        state[f"state.k_pages.{i}"] = torch.empty((num_pages, kv, row, page), dtype=kv_dtype)
-        state[f"state.v_pages.{i}"] = torch.empty((num_pages, kv, page, row), dtype=kv_dtype)
+    for index in range(model.num_layers + model.mtp_layers):
+        for name, spec in layout.pages.items():
+            shape = (num_pages, *map(int, spec.shape[1:]))
+            state[f"state.{name}.{index}"] = torch.empty(shape, dtype=spec.torch_dtype)
     return state
 
 

@@ -10,19 +10,17 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <memory>
-#include <type_traits>
 #include <vector>
 
 #include "multiply.h"
 #include "parallel.h"
 #include "simd.h"
+#include "softmax.h"
 
 namespace trnc {
 namespace {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int64_t kTileRows = 96;  // (query, head) rows that share a widened block
 constexpr int64_t kScoreStride = kSegmentKeys + kLanes;
 
@@ -101,16 +99,6 @@ struct Block {
   int64_t stride;
   const float* scales;
 };
-
-template <class T>
-constexpr bool kScaled = std::is_same_v<T, I8>;
-
-// The scale that ends a stored row of `width` elements.
-float scale_of(const I8* row, int64_t width) {
-  float scale;
-  std::memcpy(&scale, row + width, sizeof scale);
-  return scale;
-}
 
 // The first of a block's keys 0..end - 1 that is the step's own; those before it are in the page.
 int64_t first_own_key(const Problem& p, const Tile& tile, int64_t block, int64_t end) {
@@ -219,27 +207,6 @@ void weigh_block(const Problem& p, const Tile& tile, int64_t block, int64_t begi
     multiply(end - row, p.width, weights + row * kScoreStride, kScoreStride, values.data, values.stride, valid,
              s.result.data() + row * p.stride, p.stride);
   }
-}
-
-// Turns a row's first `valid` scores into weights, none where valid <= 0. Stores the lanes of their sum
-// and returns the largest score.
-float softmax(float* scores, int64_t valid, float* sums) {
-  const F32x16 nothing = broadcast(-kInfinity);
-  F32x16 best = nothing;
-  for (int64_t i = 0; i < valid; i += kLanes) {
-    const F32x16 x = select(first_lanes(static_cast<int>(valid - i)), load(scores + i), nothing);
-    store(scores + i, x);
-    best = max(x, best);
-  }
-  const float top = reduce_max(best);
-  F32x16 sum = broadcast(0.0f);
-  for (int64_t i = 0; i < valid; i += kLanes) {
-    const F32x16 weight = exp(load(scores + i) - broadcast(top));  // 0 in lanes after `valid`
-    store(scores + i, weight);
-    sum = sum + weight;
-  }
-  store(sums, sum);
-  return top;
 }
 
 // Asks for a block's keys or values: each lies elsewhere in memory, so hardware does not look ahead.

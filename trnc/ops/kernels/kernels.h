@@ -45,6 +45,11 @@ void rms_norm(const float* x, const float* weight, float* out, int64_t rows, int
 void silu_mul(const float* gate_up, float* out, int64_t rows, int64_t width);
 void linear_dense(const Linear& op, Format format);    // f32, bf16
 void linear_grouped(const Linear& op, Format format);  // i8g32, i4g32, i4g32s
+
+inline void linear(const Linear& op, Format format) {
+  format == Format::f32 || format == Format::bf16 ? linear_dense(op, format) : linear_grouped(op, format);
+}
+
 // Writes row `id` of a packed weight, widened to f32, to out [width].
 void unpack_row(const uint8_t* weight, Format format, int64_t id, float* out, int64_t width);
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "simd.h"
 
@@ -14,6 +15,17 @@ constexpr int kVectors = kWide ? 4 : 1;  // ... times vectors
 struct F16 { uint16_t bits; };
 struct BF16 { uint16_t bits; };
 struct I8 { int8_t value; };
+
+// Whether a stored row of T ends with a scale.
+template <class T>
+constexpr bool kScaled = std::is_same_v<T, I8>;
+
+// The scale that ends a stored row of `width` elements.
+inline float scale_of(const I8* row, int64_t width) {
+  float scale;
+  std::memcpy(&scale, row + width, sizeof scale);
+  return scale;
+}
 
 inline F32x16 widen(const float* p) { return load(p); }
 inline F32x16 widen(const F16* p) { return load_f16(&p->bits); }

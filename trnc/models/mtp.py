@@ -1,0 +1,88 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, 2.2): what is around the MTP layer.
+
+With h_i the target's hidden state at position i after the final norm, and t the tokens,
+
+    x_i = eh_proj([enorm(E(t_{i+1})), hnorm(h_i)])
+    z_i = shared_norm(layer(x_i))        logits of t_{i+2} = head(z_i)
+
+The layer is a stage of `trnc.models.layer` with pages of its own. A further step of a draft takes
+z_i for h, after the norm, and the drafted token. Row i stands at position i, as in the target, so
+both use one block table; rope sees differences of positions only. E and the head are the model's.
+
+So a draft is mtp_embed -> moe_layer -> mtp_head, and `final_norm` gives it the target's h.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trnc import ops
+from trnc.models.llama import embed_stage
+from trnc.models.stage import Stage, StageSpec, TensorSpec, WeightFormats, packed_spec
+
+
+def mtp_embed_stage(spec: StageSpec) -> Stage:
+    """Next tokens [T] and the states before them [T, H] to the input of the MTP layer [T, H].
+
+    Tokens are given as to `embed`; the rotary factors are returned, too. `spec.formats` are those
+    of the model; the last layer's has `eh_proj`.
+    """
+    model, formats = spec.model, spec.formats
+    assert isinstance(formats, WeightFormats)
+    embed = embed_stage(spec)
+    format = formats.layers[-1].eh_proj
+
+    def mtp_embed(
+        previous: Tensor, enorm: Tensor, hnorm: Tensor, eh_proj: Tensor, **embedding: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        embedded, cos, sin = embed.function(**embedding)
+        both = (
+            ops.rms_norm(embedded, enorm, model.rms_eps),
+            ops.rms_norm(previous, hnorm, model.rms_eps),
+        )
+        hidden = ops.linear(torch.cat(both, dim=1), eh_proj, None, format, model.hidden_size)
+        return hidden, cos, sin
+
+    norm = TensorSpec((model.hidden_size,))
+    inputs = {
+        "previous": TensorSpec((spec.tokens, model.hidden_size)),
+        "enorm": norm,
+        "hnorm": norm,
+        "eh_proj": packed_spec(format, model.hidden_size, 2 * model.hidden_size),
+    }
+    return Stage(function=mtp_embed, inputs=embed.inputs | inputs, outputs=("hidden", "cos", "sin"))
+
+
+def final_norm_stage(spec: StageSpec) -> Stage:
+    """The states of all rows [T, H] after the model's last norm: what the MTP layer starts from."""
+    model = spec.model
+
+    def final_norm(hidden: Tensor, norm: Tensor) -> tuple[Tensor]:
+        return (ops.rms_norm(hidden, norm, model.rms_eps),)
+
+    inputs = {
+        "hidden": TensorSpec((spec.tokens, model.hidden_size)),
+        "norm": TensorSpec((model.hidden_size,)),
+    }
+    return Stage(function=final_norm, inputs=inputs, outputs=("states",))
+
+
+def mtp_head_stage(spec: StageSpec) -> Stage:
+    """What the MTP layer gave, to the states [R, H] that a next draft starts from, and logits."""
+    model, formats = spec.model, spec.formats
+    assert isinstance(formats, WeightFormats)
+
+    def mtp_head(
+        hidden: Tensor, sample_rows: Tensor, shared_norm: Tensor, head: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        states = ops.rms_norm(hidden[sample_rows], shared_norm, model.rms_eps)
+        return states, ops.linear(states, head, None, formats.head, model.vocab_size)
+
+    inputs = {
+        "hidden": TensorSpec((spec.tokens, model.hidden_size)),
+        "sample_rows": TensorSpec((spec.rows,), "int64"),
+        "shared_norm": TensorSpec((model.hidden_size,)),
+        "head": packed_spec(formats.head, model.vocab_size, model.hidden_size),
+    }
+    return Stage(function=mtp_head, inputs=inputs, outputs=("states", "logits"))
