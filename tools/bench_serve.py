@@ -408,8 +408,8 @@ def trnc_worker(model: str, preset: str, loop: str) -> Iterator[Worker]:
 @app.command(hidden=True)
 def engine_worker(model: str, preset: str, loop: str) -> None:
     """Answer tasks on stdin until it is closed."""
+    from trnc.cli.arguments import EngineArguments
     from trnc.cli.engine_command import start
-    from trnc.cli.options import EngineArguments
     from trnc.compiler.store import default_root
 
     out = os.fdopen(os.dup(1), "w")
