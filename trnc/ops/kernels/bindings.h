@@ -38,8 +38,8 @@ inline Tensor empty(std::initializer_list<int64_t> shape, ScalarType dtype) {
   return Tensor(handle);
 }
 
-// C entries that compiled stages call past the dispatcher (trnc/compiler/backends/inductor.py declares them): they borrow
-// their tensors, hand over their result, and report a failure on stderr and as an error code.
+// C entries that compiled stages call past the dispatcher (trnc/compiler/backends/lowering.py declares them):
+// they borrow their tensors, hand over their result, and report a failure on stderr and as an error code.
 #define TRNC_SHIM extern "C" __attribute__((visibility("default"))) AOTITorchError
 
 inline Tensor borrow(AtenTensorHandle handle) {

@@ -21,7 +21,6 @@ constexpr int64_t kChunkBytes = 256 * 1024;  // quantised rows that stay in L2 w
 constexpr int64_t kPanelGroups = 9;          // groups whose unpacked weights stay in L1 while rows stream
 constexpr int64_t kSpanElements = 2048;      // elements that are worth claiming a span for, to quantise
 constexpr int64_t kSpanProducts = 1 << 17;   // multiplications that are worth claiming a span for
-
 constexpr int64_t kPrefetchBytes = 4096;     // weights asked for ahead of their use; hardware looks less far
 
 struct Int8 {
@@ -193,14 +192,14 @@ inline void multiply_group(const uint8_t* w, Record<const uint8_t> record, Sums<
   tile_store<1>(sums.part[1]);
 }
 
-// A tile times the R rows of a block over some groups: adds to sums[r]. `panel` is what unpack_tile returned. The unit
-// works one group ahead of the vectors that scale its sums.
-template <class F, int R>
+// A tile times a block over some groups: adds to the block's sums. `panel` is what unpack_tile returned. The unit works
+// one group ahead of the vectors that scale its sums.
+template <class F>
 void multiply_block(const uint8_t* w, const uint8_t* panel, Record<const uint8_t> record, int64_t groups, float* sums) {
   constexpr int64_t kPanelBytes = F::kNibbles ? 1024 : record_bytes<F>();
   Sums<F> dots[2];
-  F32x16 acc[R];
-  for (int r = 0; r < R; ++r) acc[r] = load(sums + r * kTileWidth);
+  F32x16 acc[kBlockRows];
+  for (int r = 0; r < kBlockRows; ++r) acc[r] = load(sums + r * kTileWidth);
   multiply_group<F>(panel, record, dots[0]);
   for (int64_t group = 0; group < groups; ++group, w += record_bytes<F>()) {
     const Record<const uint8_t> here = record;
@@ -209,22 +208,13 @@ void multiply_block(const uint8_t* w, const uint8_t* panel, Record<const uint8_t
     const auto* constants = reinterpret_cast<const uint16_t*>(w + F::kBlocks * 64);
     const F32x16 scale = load_f16(constants);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
+    for (int r = 0; r < kBlockRows; ++r) {
       I32x16 dot = dots[group % 2].row(r);
       if constexpr (!F::kOffset) dot = dot + broadcast(read_as<int32_t>(here.correction(r)));
       acc[r] = add_group<F>(acc[r], dot, scale, constants, here, r);
     }
   }
-  for (int r = 0; r < R; ++r) store(sums + r * kTileWidth, acc[r]);
-}
-
-template <class F>
-void multiply_block(const uint8_t* w, const uint8_t* panel, Record<const uint8_t> record, int64_t groups, float* sums) {
-  switch (record.rows) {
-    case 4: return multiply_block<F, 4>(w, panel, record, groups, sums);
-    case 8: return multiply_block<F, 8>(w, panel, record, groups, sums);
-    default: return multiply_block<F, 16>(w, panel, record, groups, sums);
-  }
+  for (int r = 0; r < kBlockRows; ++r) store(sums + r * kTileWidth, acc[r]);
 }
 
 // What a thread needs beside the tile registers: unpacked weights, and the sums of a tile for each block.
@@ -233,8 +223,8 @@ struct MatrixScratch {
   std::vector<float> sums;
 };
 
-// One tile times blocks begin..end-1, by the matrix unit: some groups at a time, so that their unpacked weights stay in the
-// first cache while blocks stream.
+// One tile times blocks begin..end-1, by the matrix unit: some groups at a time, so that their unpacked weights stay in
+// the first cache while blocks stream.
 template <class F>
 void multiply_blocks_matrix(const Linear& op, const Rows& rows, int64_t tile, int64_t begin, int64_t end) {
   static thread_local const auto scratch = std::make_unique<MatrixScratch>();
@@ -256,8 +246,8 @@ void multiply_blocks_matrix(const Linear& op, const Rows& rows, int64_t tile, in
 
 #endif
 
-// Calls multiply(tile, first block, last block) for every tile and chunk of blocks, in parallel; `begin_span()` gives what
-// is to live while a thread works.
+// Calls multiply(tile, first block, last block) for every tile and chunk of blocks, in parallel; `begin_span()` gives
+// what is to live while a thread works.
 template <class Span, class Multiply>
 void for_tiles(const Linear& op, const Rows& rows, Span&& begin_span, Multiply&& multiply) {
   const int64_t block_bytes = kBlockRows * rows.groups * kRowBytes;
@@ -274,17 +264,12 @@ void for_tiles(const Linear& op, const Rows& rows, Span&& begin_span, Multiply&&
   });
 }
 
-// Room for rows in the last block. The matrix kernel knows three heights, and blocks of one product have the same.
-int64_t last_room(int64_t count, bool by_matrix) {
-  if (!by_matrix) return (count - 1) % kBlockRows + 1;
-  return count <= 4 ? 4 : count <= 8 ? 8 : 16;
-}
-
 template <class F>
 void run(const Linear& op) {
   static thread_local std::vector<uint8_t> scratch;
   const bool by_matrix = kMatrixUnit && op.rows > kVectorRows && has_matrix_unit();
-  Rows rows{nullptr, op.rows, op.in_features / kGroup, last_room(op.rows, by_matrix)};
+  const int64_t last = by_matrix ? kBlockRows : (op.rows - 1) % kBlockRows + 1;  // the unit takes whole blocks
+  Rows rows{nullptr, op.rows, op.in_features / kGroup, last};
   scratch.resize(rows.places() * rows.groups * kRowBytes);
   rows.at = scratch.data();
   parallel_for(rows.places(), std::max<int64_t>(1, kSpanElements / op.in_features), [&](int64_t begin, int64_t end) {
@@ -292,8 +277,8 @@ void run(const Linear& op) {
   });
 #if defined(__AMX_INT8__) && defined(__AMX_TILE__)
   if (by_matrix) {
-    const int last = static_cast<int>(rows.last), bytes = F::kNibbles ? 64 : 32;
-    return for_tiles(op, rows, [=] { return MatrixUnit(last, bytes); }, [&](int64_t tile, int64_t begin, int64_t end) {
+    constexpr int kBytes = F::kNibbles ? 2 * kGroup : kGroup;
+    return for_tiles(op, rows, [] { return MatrixUnit(kBytes); }, [&](int64_t tile, int64_t begin, int64_t end) {
       multiply_blocks_matrix<F>(op, rows, tile, begin, end);
     });
   }

@@ -29,12 +29,12 @@ inline bool has_matrix_unit() {
 
 class MatrixUnit {
  public:
-  // Registers 0 and 1 are sums of `rows` rows, 2 weights, 3 activations of as many rows of `bytes`.
-  MatrixUnit(int rows, int bytes) {
+  // Registers 0 and 1 are sums of 16 rows, 2 weights, 3 activations: 16 rows of `bytes`, which are multiplied at once.
+  explicit MatrixUnit(int bytes) {
     Config config{};
     config.palette = 1;
     for (int i = 0; i < 4; ++i) {
-      config.rows[i] = static_cast<uint8_t>(i == 2 ? bytes / 4 : rows);
+      config.rows[i] = static_cast<uint8_t>(i == 2 ? bytes / 4 : 16);
       config.bytes[i] = static_cast<uint16_t>(i == 3 ? bytes : 64);
     }
     asm volatile("ldtilecfg %0" ::"m"(config));  // the intrinsic hides from gcc 11 and 12 that it reads memory

@@ -2,9 +2,9 @@
 // digits, 16 * high + low, with one scale.
 //
 // One digit of 8 bits would be faster where the work is bound by arithmetic, but its error is what the answers
-// of a small model turn on: a few large channels cost the others of their group their digits. With 16 times finer steps it
-// is lost in the noise of f32, and because 16 times a 4-bit weight still is a byte, a matrix unit multiplies both digits
-// in one go.
+// of a small model turn on: a few large channels cost the others of their group their digits. Steps 16 times
+// finer take that away, and because 16 times a 4-bit weight still is a byte, a matrix unit multiplies both
+// digits in one go.
 //
 // Rows come in blocks of kBlockRows, the last one short. A block is one record for each group, and a record
 // the digits of its rows, 32 high bytes and 32 low bytes each, then their scales, then their corrections

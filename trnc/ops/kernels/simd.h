@@ -13,7 +13,7 @@
 //                       dot_u8 does so for w in 0..255 that stand for w - 128, where an accumulator must
 //                       start at -kInt8Bias * (sum of all a).
 //   reduce_add, reduce_max  of all lanes; of f32 in pairs eight, four, two and one apart
-//   stream, stream_fence  a store past the caches, to 64 aligned bytes, and what makes such stores visible to other threads
+//   stream, stream_fence  a store past the caches, to 64 aligned bytes; makes such stores visible to other threads
 //   prefetch            below
 //   exp, log            below, in the same operations on every build
 #pragma once
@@ -30,8 +30,8 @@ using Mask = uint16_t;
 
 inline Mask first_lanes(int n) { return n >= kLanes ? Mask(0xffff) : Mask((1u << n) - 1); }
 
-// Asks for the cache lines of `bytes` from `p` on, which need not exist. Inlined by force: gcc takes a function that only
-// prefetches for one without effect.
+// Asks for the cache lines of `bytes` from `p` on, which need not exist. Inlined by force: gcc takes a function that
+// only prefetches for one without effect.
 [[gnu::always_inline]] inline void prefetch(const void* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
 }

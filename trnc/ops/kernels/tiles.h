@@ -41,8 +41,9 @@ inline void finish(const Linear& op, int64_t row, int64_t tile, F32x16 acc) {
   op.streams ? stream(op.out + at, acc) : store_n(op.out + at, acc, width);
 }
 
-// The same product with stores that suit it. The rows of a tile lie far apart, mostly in the same few cache sets, so where
-// the caches cannot hold the outputs anyway, storing past them halves the traffic. Needs whole, aligned vectors.
+// The same product with stores that suit it. The rows of a tile lie far apart, mostly in the same few cache sets, so
+// where the caches cannot hold the outputs anyway, storing past them saves reading them first. Needs whole, aligned
+// vectors.
 inline Linear with_streams(const Linear& op) {
   constexpr int64_t kManyBytes = 1 << 20;
   Linear result = op;
