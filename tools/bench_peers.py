@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from peers import process, report
 from peers.process import Contestant, PeerError, Worker
 from peers.protocol import Settings, Task
-from peers.registry import LINES, OURS, PEERS, Line, PeerInfo
+from peers.registry import LINES, OURS, PEERS, Line, PeerInfo, chosen_peers
 from peers.report import Results
 
 REST = 0.3  # seconds between turns, in which threads that spin for work go to sleep
@@ -75,7 +75,7 @@ def run(
     plan = Plan(tuple(dict.fromkeys(tasks)), rounds, starts)
     settings = _settings(plan, threads)
     results = Results(OURS.label(OURS.variants[0]), threads, rounds)
-    contestants = _contestants(results, parse_pythons(python), peer)
+    contestants = _contestants(results, parse_pythons(python), chosen_peers(peer))
     contestants = _prepared(results, contestants, settings)
     for _ in _measured(results, contestants, settings, plan):
         if json:
@@ -119,11 +119,11 @@ def parse_pythons(options: Sequence[str] | None) -> dict[str, str]:
 
 
 def _contestants(
-    results: Results, pythons: dict[str, str], wanted: Sequence[str] | None
+    results: Results, pythons: dict[str, str], wanted: dict[PeerInfo, tuple[str, ...]]
 ) -> list[Contestant]:
     """Return the engines whose Python has them; note the others."""
     contestants = []
-    for peer, variants in _chosen(wanted).items():
+    for peer, variants in wanted.items():
         python = pythons.get(peer.key, sys.executable)
         try:
             version = process.probe(python, peer)
@@ -134,21 +134,6 @@ def _contestants(
             contestants.append(Contestant(peer, variant, python))
             results.versions[peer.label(variant)] = version
     return contestants
-
-
-def _chosen(wanted: Sequence[str] | None) -> dict[PeerInfo, tuple[str, ...]]:
-    """Return the engines to measure with their weights; raises BadParameter."""
-    if wanted is None:
-        return {peer: peer.variants for peer in PEERS}
-    chosen = {OURS: OURS.variants}
-    for option in wanted:
-        name, _, variant = option.partition(":")
-        peer = {peer.key: peer for peer in PEERS}.get(name)
-        if peer is None or (variant and variant not in peer.variants):
-            known = ", ".join(f"{peer.key}:{v}" for peer in PEERS for v in peer.variants)
-            raise typer.BadParameter(f"--peer {option}: must be one of {known}")
-        chosen[peer] = (*chosen.get(peer, ()), variant) if variant else peer.variants
-    return chosen
 
 
 def _prepared(

@@ -23,7 +23,7 @@ from bench_peers import Pythons, parse_pythons
 from peers import process
 from peers.process import Contestant, PeerError
 from peers.protocol import Settings
-from peers.registry import OURS, PEERS, PeerInfo, peer_named
+from peers.registry import OURS, PeerInfo, chosen_peers
 
 WINDOW = 512
 TOKENS = 4096
@@ -34,7 +34,8 @@ WITHOUT_LOGITS = ("vllm",)
 def run(
     python: Pythons = None,
     peer: Annotated[
-        list[str] | None, typer.Option(help="Only this engine beside trnc; repeatable.")
+        list[str] | None,
+        typer.Option(help="Only this engine beside trnc, as NAME or NAME:WEIGHTS; repeatable."),
     ] = None,
     threads: Annotated[int, typer.Option(min=1)] = len(os.sched_getaffinity(0)),
 ) -> None:
@@ -58,10 +59,10 @@ def run(
 
 
 def _contestants(pythons: dict[str, str], wanted: Sequence[str] | None) -> Iterator[Contestant]:
-    for peer in PEERS if wanted is None else (OURS, *map(peer_named, wanted)):
+    for peer, variants in chosen_peers(wanted).items():
         python = pythons.get(peer.key, sys.executable)
         if peer.key not in WITHOUT_LOGITS and _is_installed(python, peer):
-            yield from (Contestant(peer, variant, python) for variant in peer.variants)
+            yield from (Contestant(peer, variant, python) for variant in variants)
 
 
 def _is_installed(python: str, peer: PeerInfo) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 TOOLS = Path(__file__).parents[2] / "tools"
 ENGINES = ("trnc Q4_1", "fast int8", "small int4")
@@ -125,3 +126,14 @@ def test_prompts_are_new_with_each_seed_and_have_no_special_tokens(peers: Any) -
 def test_settings_come_back_from_json(peers: Any) -> None:
     settings = peers.protocol.Settings(Path("m.gguf"), Path("folder"), "int8", 2, 16, 4096)
     assert peers.protocol.Settings.load(settings.dump()) == settings
+
+
+def test_engines_are_chosen_by_name_and_weights(peers: Any) -> None:
+    chosen = peers.registry.chosen_peers(["llama.cpp:Q4_0", "openvino"])
+    assert {peer.key: variants for peer, variants in chosen.items()} == {
+        "trnc": ("Q4_1",),
+        "llama.cpp": ("Q4_0",),
+        "openvino": ("int8", "int4"),
+    }
+    with pytest.raises(typer.BadParameter, match=r"--peer llama.cpp:Q9: must be one of trnc:Q4_1"):
+        peers.registry.chosen_peers(["llama.cpp:Q9"])

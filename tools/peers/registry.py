@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import typer
 
 Part = Literal["prefill", "decode", "first token", "peak memory"]
 
@@ -78,6 +81,20 @@ LINES = (
 )
 
 
-def peer_named(key: str) -> PeerInfo:
-    """Return the engine of a key; raises KeyError."""
-    return {peer.key: peer for peer in PEERS}[key]
+def chosen_peers(wanted: Sequence[str] | None) -> dict[PeerInfo, tuple[str, ...]]:
+    """Return the engines to measure, ours first, with their weights; None: all of both.
+
+    `wanted` names engines as NAME or NAME:WEIGHTS. Raises BadParameter for a name that is none.
+    """
+    if wanted is None:
+        return {peer: peer.variants for peer in PEERS}
+    chosen = {OURS: OURS.variants}
+    by_key = {peer.key: peer for peer in PEERS}
+    for option in wanted:
+        name, _, variant = option.partition(":")
+        peer = by_key.get(name)
+        if peer is None or (variant and variant not in peer.variants):
+            known = ", ".join(f"{peer.key}:{v}" for peer in PEERS for v in peer.variants)
+            raise typer.BadParameter(f"--peer {option}: must be one of {known}")
+        chosen[peer] = (*chosen.get(peer, ()), variant) if variant else peer.variants
+    return chosen
