@@ -27,7 +27,7 @@ class Version(msgspec.Struct, frozen=True):
     version: str
 
 
-class AdminServing:
+class InfoServing:
     """Health, version and metrics."""
 
     def __init__(self, *, engine: EngineClient, metrics: Metrics) -> None:

@@ -1,4 +1,4 @@
-"""The routes for operators."""
+"""The routes that say how the server is. They change nothing."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from trnc.serve.admin.serving import AdminServing
 from trnc.serve.http import json_response, while_connected
+from trnc.serve.info.serving import InfoServing
 from trnc.serve.metrics import CONTENT_TYPE
 
 
-def admin_routes(*, admin: AdminServing) -> list[Route]:
+def info_routes(*, info: InfoServing) -> list[Route]:
     """Return /health, /version and /metrics."""
 
     async def health(_request: Request) -> Response:
-        return json_response(admin.health())
+        return json_response(info.health())
 
     async def version(_request: Request) -> Response:
-        return json_response(admin.version())
+        return json_response(info.version())
 
     async def metrics(request: Request) -> Response:
-        page = await while_connected(request, admin.metrics())
+        page = await while_connected(request, info.metrics())
         return Response(page, headers={"content-type": CONTENT_TYPE})
 
     return [

@@ -1,0 +1,76 @@
+"""The one table of routers by role, and what they are built from.
+
+A role is a family of routes that can be attached alone. Its row in `ROUTERS` imports what only that
+role needs, so a process that serves one role never loads the others. `tests/serve/routes.txt` has
+every route of every role, with the class that answers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from starlette.routing import Route
+
+from trnc.serve.engine_client import EngineClient
+from trnc.serve.generation import Generator
+from trnc.serve.metrics import Metrics
+from trnc.serve.model import ServedModel
+from trnc.serve.planner import RequestPlanner
+from trnc.serve.prompt import PromptBuilder
+
+Role = Literal["openai", "info"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the serving classes are built from, made once."""
+
+    engine: EngineClient
+    model: ServedModel
+    metrics: Metrics
+    generator: Generator
+    planner: RequestPlanner
+    prompts: PromptBuilder
+    max_body_bytes: int
+
+
+def _openai(parts: Parts) -> list[Route]:
+    from trnc.serve.openai.chat import ChatServing
+    from trnc.serve.openai.completions import CompletionServing
+    from trnc.serve.openai.models import ModelServing
+    from trnc.serve.openai.router import openai_routes
+
+    return openai_routes(
+        chat=ChatServing(
+            generator=parts.generator,
+            planner=parts.planner,
+            prompts=parts.prompts,
+            tokenizer=parts.model.tokenizer,
+            model_names=parts.model.names,
+        ),
+        completions=CompletionServing(
+            engine=parts.engine,
+            generator=parts.generator,
+            planner=parts.planner,
+            prompts=parts.prompts,
+            tokenizer=parts.model.tokenizer,
+            model_names=parts.model.names,
+        ),
+        models=ModelServing(engine=parts.engine, model_names=parts.model.names),
+        max_body_bytes=parts.max_body_bytes,
+    )
+
+
+def _info(parts: Parts) -> list[Route]:
+    from trnc.serve.info.router import info_routes
+    from trnc.serve.info.serving import InfoServing
+
+    return info_routes(info=InfoServing(engine=parts.engine, metrics=parts.metrics))
+
+
+ROUTERS: Mapping[Role, Callable[[Parts], list[Route]]] = {
+    "openai": _openai,
+    "info": _info,
+}
