@@ -115,6 +115,67 @@ def test_equal_prompts_share_pages_while_the_first_still_runs() -> None:
     assert bench.scheduler.counters.cached_tokens == 8
 
 
+def test_forks_wait_for_the_prefill_of_their_leader_and_share_it() -> None:
+    bench = Bench(page_size=4, max_prefill_tokens=8, max_rows=4)
+    bench.add("a", range(19), 3, sampling=SamplingParams(temperature=1.0, seed=5))
+    for i in (1, 2):
+        sampling = SamplingParams(temperature=1.0, seed=5 + i)
+        bench.add(f"a{i}", range(19), 3, sampling=sampling, fork_of="a")
+    shapes = [shape(bench.step()) for _ in range(4)]
+    assert shapes == [
+        ("prefill", [8]),
+        ("prefill", [8]),
+        ("prefill", [3, 3, 2]),
+        ("decode", [1, 1, 1]),
+    ]
+    bench.finish()
+    assert bench.scheduler.counters.cached_tokens == 2 * 16
+    for i, name in enumerate(("a", "a1", "a2")):
+        sampling = SamplingParams(temperature=1.0, seed=5 + i)
+        assert bench.tokens(name) == expected_tokens(range(19), 3, sampling, bench.info)
+
+
+def test_a_fork_of_nobody_and_one_whose_leader_is_gone_start_at_once() -> None:
+    bench = Bench(page_size=4, max_prefill_tokens=8)
+    bench.add("a", range(19), 2)
+    bench.add("b", range(19), 2, fork_of="a")
+    bench.add("c", range(19), 2, fork_of="nobody")
+    bench.step()
+    bench.scheduler.abort("a")
+    assert [s.start for s in bench.step().sequences] == [8], "what the leader computed is kept"
+    bench.finish()
+    assert bench.tokens("b") == bench.tokens("c")
+
+
+def test_a_flush_forgets_every_prefix_but_only_without_work() -> None:
+    bench = Bench(page_size=4)
+    bench.add("a", range(9), 2)
+    assert bench.scheduler.flush() is None
+    bench.step()
+    assert bench.scheduler.flush() is None
+    bench.finish()
+    assert bench.scheduler.flush() == 2
+    assert bench.scheduler.flush() == 0
+    bench.add("b", range(9), 2)
+    assert [s.start for s in bench.step().sequences] == [0]
+    bench.finish()
+    assert bench.tokens("a") == bench.tokens("b")
+
+
+def test_a_flush_under_a_step_in_flight_leaves_the_next_request_its_pages() -> None:
+    bench = Bench(page_size=4, num_pages=6)
+    bench.add("a", range(9), 8)
+    flight = plan_and_submit(bench)
+    bench.scheduler.abort("a")
+    assert bench.scheduler.flush() == 0
+    bench.add("b", range(20, 32), 4)
+    following = plan_and_submit(bench)
+    land(bench, flight)
+    land(bench, following)
+    bench.finish()
+    assert bench.tokens("b") == expected_tokens(range(20, 32), 4, SamplingParams(), bench.info)
+
+
 def test_a_later_turn_finds_the_prompt_and_the_output_of_the_one_before() -> None:
     bench = Bench(page_size=4)
     bench.add("a", range(6), 7)
@@ -387,17 +448,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 16),
         seed=st.integers(0, 2),
         stop=st.sets(st.integers(0, 96), max_size=8),
+        choices=st.integers(1, 3),
     )
-    def arrive(self, prompts: list[list[int]], max_tokens: int, seed: int, stop: set[int]) -> None:
+    def arrive(
+        self, prompts: list[list[int]], max_tokens: int, seed: int, stop: set[int], choices: int
+    ) -> None:
         for prompt in prompts:
-            self.arrive_one(prompt, max_tokens, seed, stop)
+            leader = str(self.arrivals)
+            for i in range(choices):
+                fork_of = leader if i else None
+                self.arrive_one(prompt, max_tokens, seed + i, stop, fork_of)
 
-    def arrive_one(self, prompt: list[int], max_tokens: int, seed: int, stop: set[int]) -> None:
+    def arrive_one(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        seed: int,
+        stop: set[int],
+        fork_of: str | None,
+    ) -> None:
         name = str(self.arrivals)
         self.arrivals += 1
         sampling = SamplingParams(temperature=float(seed > 0), seed=seed)
         message = submit(
-            name, prompt, max_tokens, sampling=sampling, stop_token_ids=tuple(sorted(stop))
+            name,
+            prompt,
+            max_tokens,
+            sampling=sampling,
+            stop_token_ids=tuple(sorted(stop)),
+            fork_of=fork_of,
         )
         assert self.scheduler.submit(message) == []
         self.got[name] = []
@@ -412,6 +491,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(self.scheduler.request_ids))
         self.scheduler.abort(name)
         del self.expected[name]
+
+    @rule()
+    def flush(self) -> None:
+        flushed = self.scheduler.flush()
+        assert (flushed is None) == bool(self.scheduler.request_ids)
+        assert flushed is None or not len(self.scheduler.kv.tree)
 
     @precondition(lambda self: len(self.flights) < 3)
     @rule(fails=st.sampled_from([False] * 9 + [True]))

@@ -13,7 +13,7 @@ from tests.engine.test_loops import LOOPS, Schedule, arrivals_of, limits, schedu
 from tests.scripted_executor import ScriptedExecutor, small_info
 from trnc.core import ExecutorInfo
 from trnc.engine.loops import overlapped_loop, plain_loop
-from trnc.engine.messages import Abort, ToEngine
+from trnc.engine.messages import Abort, FlushCache, Flushed, ToEngine
 from trnc.engine.trace import (
     Began,
     Broke,
@@ -32,11 +32,19 @@ def recorded(loop: Loop) -> list[TraceEvent]:
     arrivals: dict[int, list[ToEngine]] = defaultdict(list)
     for i in range(12):
         arrivals[i // 2].append(submit(str(i), range(i % 3, 9), 12 + i))
-    arrivals[4] += [Abort("1"), Abort("9"), submit("refused", [])]
+    arrivals[4] += [Abort("1"), Abort("9"), submit("refused", []), FlushCache()]
+    arrivals[1000] += [
+        FlushCache(),
+        submit("fork", range(9), 3),
+        submit("f", range(9), 3, fork_of="fork"),
+    ]
     executor = ScriptedExecutor(info=info, fail_at={7})
     driver = Driver(executor=executor, arrivals=arrivals, max_waiting=9).serve(loop)
     assert driver.scheduler.counters.preemptions
     assert "refused" in driver.failures()
+    flushed = [message.pages for message in driver.sent if isinstance(message, Flushed)]
+    assert flushed[0] is None
+    assert flushed[1] > 0
     return driver.events
 
 

@@ -82,6 +82,18 @@ class KvCache:
         request.table = ()
         request.scheduled = request.computed = 0
 
+    def flush(self) -> int:
+        """Forget the contents of every page of the tree; return how many there were.
+
+        No request may hold pages. Steps in flight may still write some: see the module.
+        """
+        pages = 0
+        while (page := self.tree.evict()) is not None:
+            self.pool.give_back(page)
+            pages += 1
+        assert not len(self.tree), "only the tree's pages that a request stands on are not evicted"
+        return pages
+
     def _take(self) -> int:
         if not len(self.pool):
             page = self.tree.evict()

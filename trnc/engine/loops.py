@@ -57,6 +57,8 @@ from trnc.engine.messages import (
     Abort,
     Deltas,
     Failed,
+    FlushCache,
+    Flushed,
     GetStats,
     Shutdown,
     Stats,
@@ -200,6 +202,9 @@ class Engine:
             case Abort(request_id):
                 self._trace(message)
                 self.scheduler.abort(request_id)
+            case FlushCache():
+                self._trace(message)
+                self._send(Flushed(self.scheduler.flush()))
             case GetStats():
                 self._send(self.stats())
             case Shutdown():

@@ -20,6 +20,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     `resume_ids` are output tokens that the client already has (from an engine that died): they are
     recomputed as context, are not sent again, and count towards `max_tokens` and the output index.
     `stop_token_ids` end the text (the eos ids are among them unless the request ignores eos).
+    `fork_of` names a request that was submitted before with the same prompt: this one starts when
+    that prompt's full pages are computed, and shares them. An unknown id asks for nothing.
     """
 
     request_id: str
@@ -28,6 +30,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     resume_ids: tuple[int, ...] = ()
+    fork_of: str | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -38,6 +41,10 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 class GetStats(msgspec.Struct, frozen=True, tag=True):
     """Ask for a `Stats` at once (one is also sent about every second while there is work)."""
+
+
+class FlushCache(msgspec.Struct, frozen=True, tag=True):
+    """Forget every cached prefix, if no request runs or waits; a `Flushed` answers."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -87,6 +94,12 @@ class Deltas(msgspec.Struct, frozen=True, tag=True):
     deltas: tuple[Delta, ...]
 
 
+class Flushed(msgspec.Struct, frozen=True, tag=True):
+    """The answer to a `FlushCache`: how many pages were dropped; None: there were requests."""
+
+    pages: int | None
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """The engine refused or lost one request; the others go on.
 
@@ -118,8 +131,8 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     compiles_after_ready: int
 
 
-ToEngine = Submit | Abort | GetStats | Shutdown
-ToApi = Ready | Starting | Deltas | Failed | Stats
+ToEngine = Submit | Abort | GetStats | FlushCache | Shutdown
+ToApi = Ready | Starting | Deltas | Failed | Stats | Flushed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

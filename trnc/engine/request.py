@@ -25,7 +25,8 @@ class Request:
     lost) from one planned since. `node` is the deepest page that it shares through the prefix
     tree: the first `node.depth` of `pages` are the tree's, the others are its own. `table` is what
     the last plan had of `pages`, so that the next one need not copy them; who replaces a page
-    empties it.
+    empties it. `leader` is a request with the same prompt whose prefill this one waits for; it is
+    let go at the first admission.
     """
 
     request_id: str
@@ -34,6 +35,7 @@ class Request:
     max_tokens: int
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
+    leader: Request | None = None
     preemptions: int = 0
     cached_tokens: int = 0
     slot: int | None = None

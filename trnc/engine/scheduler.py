@@ -103,6 +103,8 @@ class Scheduler:
                 code=QUEUE_FULL,
             )
         request = new_request(message, self._info)
+        if message.fork_of is not None:
+            request.leader = self._requests.get(message.fork_of)
         if request.next_output >= request.max_tokens:
             return [Delta(request.request_id, (), finish_reason="length")]
         self._requests[request.request_id] = request
@@ -113,6 +115,10 @@ class Scheduler:
         """Forget a request. An unknown id is one that ended while the abort was on its way."""
         if request_id in self._requests:
             self._end(self._requests[request_id])
+
+    def flush(self) -> int | None:
+        """Forget all cached prefixes; return the number of pages, or None while there is work."""
+        return None if self.has_work else self.kv.flush()
 
     def plan(self) -> StepPlan | None:
         """Return the next step, or None if there is nothing to do before the next `commit`."""
@@ -215,15 +221,31 @@ class Scheduler:
         request = self.waiting[0]
         if request.pending:  # preempted while its last token was in flight
             return False
+        if self._awaits_leader(request):
+            return False
         if not self.kv.admit(request, headroom=len(self.running)):
             return False
         if request.preemptions == 0:
             request.cached_tokens = request.computed
             self.counters.prompt_tokens += request.prompt_tokens
             self.counters.cached_tokens += request.cached_tokens
+        request.leader = None
         request.slot = heapq.heappop(self._free_slots)
         self.running.append(self.waiting.popleft())
         return True
+
+    def _awaits_leader(self, request: Request) -> bool:
+        """Whether pages that the request will share are still being computed.
+
+        Its leader stands before it in the line, so it runs, or has ended: this never blocks for
+        good. Those behind wait with it, which costs them nothing as long as the leader's chunks
+        fill the prefill steps.
+        """
+        leader = request.leader
+        if leader is None or leader.ended:
+            return False
+        size = self._info.page_size
+        return leader.computed < (request.prompt_tokens - 1) // size * size
 
     def _make_room(self, request: Request) -> bool:
         """Get the page of the request's next position; False if it was preempted itself."""

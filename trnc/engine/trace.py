@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from trnc.core import ExecutorInfo, StepPlan, StepResult
-from trnc.engine.messages import Abort, Submit
+from trnc.engine.messages import Abort, FlushCache, Submit
 from trnc.engine.scheduler import Scheduler
 from trnc.errors import EngineError, RequestError
 
@@ -44,7 +44,7 @@ class Broke(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-TraceEvent = Began | Submit | Abort | Planned | Ended | Broke
+TraceEvent = Began | Submit | Abort | FlushCache | Planned | Ended | Broke
 TraceSink = Callable[[TraceEvent], None]
 
 _encoder = msgspec.json.Encoder()
@@ -99,6 +99,8 @@ class _Player:
                     self._scheduler.submit(event)
             case Abort(request_id):
                 self._scheduler.abort(request_id)
+            case FlushCache():
+                self._scheduler.flush()
             case Planned(recorded):
                 self._compare(recorded)
             case Ended(result):
