@@ -78,6 +78,8 @@ def test_stream_on_the_wire(server, client):
         "delta": {},
         "logprobs": None,
         "finish_reason": "length",
+        "matched_stop": None,
+        "stop_reason": None,
     }
 
 

@@ -99,7 +99,7 @@ class Letters:
 )
 def test_assembled_text_and_count_do_not_depend_on_grouping(text, stop_strings, cuts):
     def assemble(groups: list[str]) -> tuple[str, list[int], int, str | None]:
-        assembler = TextAssembler(detokenizer=Letters(), stops=stop_strings)
+        assembler = TextAssembler(detokenizer=Letters(), matcher=StopMatcher(stop_strings))
         pieces = [assembler.push([ord(c) for c in group]) for group in groups]
         pieces.append(assembler.finish())
         shown = [token.token_id for piece in pieces for token in piece.tokens]
@@ -113,7 +113,7 @@ def test_assembled_text_and_count_do_not_depend_on_grouping(text, stop_strings, 
 
 def test_tokens_are_given_with_the_text_they_start():
     entries = [TokenLogprobs(-float(i)) for i in range(4)]
-    assembler = TextAssembler(detokenizer=Letters(), stops=["cd"])
+    assembler = TextAssembler(detokenizer=Letters(), matcher=StopMatcher(["cd"]))
     piece = assembler.push([ord("a"), ord("b")], entries[:2])
     assert [(t.token_id, t.offset, t.logprobs) for t in piece.tokens] == [
         (ord("a"), 0, entries[0]),
@@ -126,7 +126,7 @@ def test_tokens_are_given_with_the_text_they_start():
 
 @pytest.mark.parametrize("stop", ["bc", "c"])
 def test_tokens_of_the_stop_are_not_given(stop):
-    assembler = TextAssembler(detokenizer=Letters(), stops=[stop])
+    assembler = TextAssembler(detokenizer=Letters(), matcher=StopMatcher([stop]))
     pieces = [assembler.push([ord(c)]) for c in "abcd"]
     pieces.append(assembler.finish())
     text = "".join(piece.text for piece in pieces)

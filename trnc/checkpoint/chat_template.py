@@ -70,8 +70,8 @@ class ChatTemplate:
         chat = [self._normalized(message, index) for index, message in enumerate(messages)]
         if continue_final_message:
             _mark_end(chat)
-        values = {**self._special_tokens, **(variables or {})}
-        values |= {"messages": chat, "tools": list(tools) if tools else None, "documents": None}
+        values = {**self._special_tokens, "documents": None, **(variables or {})}
+        values |= {"messages": chat, "tools": list(tools) if tools else None}
         values["add_generation_prompt"] = add_generation_prompt
         text = self._run(values)
         return _cut_at_mark(text) if continue_final_message else text

@@ -14,38 +14,51 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from trnc.checkpoint.tokenizer import Detokenizer, Tokenizer
-from trnc.core import FinishReason, SamplingParams
+from trnc.core import FinishReason, SamplingParams, TokenLogprobs
 from trnc.engine.messages import Delta, Submit
 from trnc.errors import EngineError
 from trnc.serve.engine_client import EngineClient
 from trnc.serve.metrics import Metrics
-from trnc.serve.text import Piece, ShownToken, TextAssembler
+from trnc.serve.stop_regex import StopRegex
+from trnc.serve.text import Piece, ShownToken, StopMatcher, TextAssembler
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A checked request. `stop_token_ids` hold the eos ids unless the request ignores them."""
+    """A checked request. `stop_token_ids` hold the eos ids unless the request ignores them.
+
+    `keep_stop`: the stop string, or the text of the stop token, is part of the answer. `fork_of` is
+    the id of the request whose prefill this one shares (`Submit`).
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     max_tokens: int
     stops: tuple[str, ...] = ()
+    stop_regexes: tuple[StopRegex, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    keep_stop: bool = False
+    skip_special_tokens: bool = True
+    fork_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
     """The next part of an answer; the last one has a finish reason.
 
-    `completion_tokens` counts from the start, with the token that ended the text. `matched` is
-    the stop string or the token id that ended it.
+    `text` is what may be shown now and `tokens` are those that start in it. `token_ids` (with
+    `logprobs` if asked for) are all that were generated, shown or not, up to the one that ended the
+    text; `completion_tokens` counts them from the start. `matched` is the stop string, the pattern
+    or the token id that ended the text.
     """
 
     text: str
     tokens: tuple[ShownToken, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
     completion_tokens: int
     cached_tokens: int
     finish_reason: FinishReason | None = None
@@ -61,18 +74,23 @@ class Generator:
         self._metrics = metrics
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
-        """Yield outputs as they come; closing this aborts the request.
+        """Yield an output for each delta; closing this aborts the request.
 
         Raises what `EngineClient.generate` raises.
         """
-        detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=True)
-        assembler = TextAssembler(detokenizer=detokenizer, stops=request.stops)
+        assembler = TextAssembler(
+            detokenizer=Detokenizer(
+                self._tokenizer, skip_special_tokens=request.skip_special_tokens
+            ),
+            matcher=StopMatcher(request.stops, request.stop_regexes, keep=request.keep_stop),
+        )
         submit = Submit(
             request_id=request.request_id,
             prompt_ids=request.prompt_ids,
             sampling=request.sampling,
             max_tokens=request.max_tokens,
             stop_token_ids=request.stop_token_ids,
+            fork_of=request.fork_of,
         )
         cached_tokens = 0
         clock = _Clock(self._metrics)
@@ -80,11 +98,10 @@ class Generator:
             async for delta in deltas:
                 clock.tick(len(delta.token_ids))
                 cached_tokens = max(cached_tokens, delta.cached_tokens)
-                output = _advance(assembler, delta, cached_tokens)
+                output = _advance(assembler, delta, cached_tokens, keep_stop=request.keep_stop)
                 if output.finish_reason is not None:
                     clock.stop()
-                if output.text or output.tokens or output.finish_reason is not None:
-                    yield output
+                yield output
                 if output.finish_reason is not None:
                     return  # at a stop string this closes the stream, which aborts the request
 
@@ -111,20 +128,35 @@ class _Clock:
         self._metrics.end_to_end_latency.observe(time.perf_counter() - self._start)
 
 
-def _advance(assembler: TextAssembler, delta: Delta, cached_tokens: int) -> Output:
-    """Take one delta; the token that ended the text is counted but never shown."""
+def _advance(
+    assembler: TextAssembler, delta: Delta, cached_tokens: int, *, keep_stop: bool
+) -> Output:
+    """Take one delta; the token that ended the text is shown only with `keep_stop`."""
     if delta.finish_reason == "error":
         raise EngineError("The engine failed while it answered this request.")
-    ended_by = delta.stop_token_id
-    shown = delta.token_ids if ended_by is None else delta.token_ids[:-1]
+    before = assembler.count
+    ended_by, reason = delta.stop_token_id, delta.finish_reason
+    hidden = ended_by is not None and not keep_stop
+    shown = delta.token_ids[:-1] if hidden else delta.token_ids
     piece = assembler.push(shown, delta.logprobs[: len(shown)])
-    if delta.finish_reason is not None and assembler.matched is None:
+    if reason is not None and assembler.matched is None:
         piece = _join(piece, assembler.finish())
-    if (stop := assembler.matched) is not None:
-        return Output(piece.text, piece.tokens, assembler.count, cached_tokens, "stop", stop)
-    count = assembler.count + (ended_by is not None)
-    reason = delta.finish_reason
-    return Output(piece.text, piece.tokens, count, cached_tokens, reason, ended_by)
+    matched: str | int | None = assembler.matched
+    if matched is not None:
+        reason, hidden = "stop", False
+    else:
+        matched = ended_by
+    count = assembler.count + hidden
+    return Output(
+        text=piece.text,
+        tokens=piece.tokens,
+        token_ids=delta.token_ids[: count - before],
+        logprobs=delta.logprobs[: count - before],
+        completion_tokens=count,
+        cached_tokens=cached_tokens,
+        finish_reason=reason,
+        matched=matched,
+    )
 
 
 def _join(first: Piece, second: Piece) -> Piece:
@@ -182,5 +214,10 @@ async def collect(streams: Sequence[AsyncGenerator[Output, None]]) -> list[Outpu
 
 def _whole(outputs: Sequence[Output]) -> Output:
     text = "".join(output.text for output in outputs)
-    tokens = tuple(token for output in outputs for token in output.tokens)
-    return replace(outputs[-1], text=text, tokens=tokens)
+    return replace(
+        outputs[-1],
+        text=text,
+        tokens=tuple(token for output in outputs for token in output.tokens),
+        token_ids=tuple(token_id for output in outputs for token_id in output.token_ids),
+        logprobs=tuple(entry for output in outputs for entry in output.logprobs),
+    )

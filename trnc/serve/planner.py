@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from trnc.checkpoint.generation import GenerationDefaults
@@ -12,10 +13,13 @@ from trnc.serve.engine_client import EngineClient
 from trnc.serve.generation import GenerationRequest
 from trnc.serve.sampling import (
     SamplingFields,
+    keep_stop,
     sampling_params,
     stop_strings,
     stop_token_ids,
+    with_seed_offset,
 )
+from trnc.serve.stop_regex import stop_regexes
 
 
 class RequestFields(SamplingFields, Protocol):
@@ -26,12 +30,28 @@ class RequestFields(SamplingFields, Protocol):
         """Strings that end the text."""
 
     @property
+    def stop_regex(self) -> str | list[str] | None:
+        """Patterns that end the text."""
+
+    @property
     def stop_token_ids(self) -> list[int] | None:
         """Ids that end the text, beside eos."""
 
     @property
     def ignore_eos(self) -> bool | None:
         """Whether eos does not end the text."""
+
+    @property
+    def include_stop_str_in_output(self) -> bool | None:
+        """Whether what ended the text is a part of it."""
+
+    @property
+    def no_stop_trim(self) -> bool | None:
+        """Another name of `include_stop_str_in_output`."""
+
+    @property
+    def skip_special_tokens(self) -> bool | None:
+        """Whether special tokens are left out of the text; they are unless this is false."""
 
 
 class RequestPlanner:
@@ -81,13 +101,35 @@ class RequestPlanner:
                 max_tokens_param=max_tokens_param,
             ),
             stops=stop_strings(fields.stop),
+            stop_regexes=stop_regexes(fields.stop_regex),
             stop_token_ids=stop_token_ids(
                 fields.stop_token_ids,
                 eos=self._eos,
                 ignore_eos=bool(fields.ignore_eos),
                 vocab_size=info.vocab_size,
             ),
+            keep_stop=keep_stop(fields.include_stop_str_in_output, fields.no_stop_trim),
+            skip_special_tokens=fields.skip_special_tokens is not False,
         )
+
+
+def choices(request: GenerationRequest, count: int) -> list[GenerationRequest]:
+    """Return `count` requests with the same prompt, which is computed once.
+
+    Choice i has the request's seed plus i, and so the answer that this seed gives alone.
+    """
+    if count == 1:
+        return [request]
+    ids = [f"{request.request_id}-{i}" for i in range(count)]
+    return [
+        replace(
+            request,
+            request_id=choice_id,
+            sampling=with_seed_offset(request.sampling, i),
+            fork_of=ids[0] if i else None,
+        )
+        for i, choice_id in enumerate(ids)
+    ]
 
 
 def context_size(info: Ready) -> int:

@@ -7,7 +7,8 @@ prompt is templated and tokenised in a thread: the event loop keeps serving the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from trnc.checkpoint.chat_template import ChatTemplate
@@ -17,7 +18,41 @@ from trnc.serve.sampling import check_token_ids
 
 T = TypeVar("T")
 
+_TAKEN = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 IN_THREAD = 4096  # characters; about a millisecond of tokenising
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """How a conversation is rendered; `variables` are further variables of the template."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+def template_options(
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> TemplateOptions:
+    """Return checked options; who continues a message need not say that none is begun.
+
+    Raises:
+        RequestError: two options exclude each other, or a variable has a name that is taken.
+    """
+    continues = bool(continue_final_message)
+    begins = not continues if add_generation_prompt is None else add_generation_prompt
+    if continues and begins:
+        raise RequestError(
+            "'continue_final_message' needs 'add_generation_prompt' to be false.",
+            param="continue_final_message",
+        )
+    for name in chat_template_kwargs or {}:
+        if name in _TAKEN:
+            param = f"chat_template_kwargs.{name}"
+            raise RequestError(f"'{param}': use the request's own field for it.", param=param)
+    return TemplateOptions(begins, continues, chat_template_kwargs or {})
 
 
 class PromptBuilder:
@@ -48,8 +83,17 @@ class PromptBuilder:
         check_token_ids(prompt, param, vocab_size)
         return prompt
 
-    async def from_messages(self, messages: list[dict[str, Any]], param: str) -> tuple[int, ...]:
-        """Return the ids of a conversation, up to where the assistant's answer starts.
+    async def from_messages(
+        self,
+        messages: list[dict[str, Any]],
+        param: str,
+        options: TemplateOptions,
+        *,
+        add_special_tokens: bool = False,
+    ) -> tuple[int, ...]:
+        """Return the ids of a conversation, up to where the assistant's answer starts or goes on.
+
+        Templates write the special tokens themselves; `add_special_tokens` adds the tokenizer's.
 
         Raises:
             RequestError: the model has no chat template, or its template refuses the messages.
@@ -61,9 +105,13 @@ class PromptBuilder:
             )
 
         def encode() -> list[int]:
-            # The template writes the special tokens itself.
-            text = template.render(messages, add_generation_prompt=True)
-            return self._tokenizer.encode(text, add_special_tokens=False)
+            text = template.render(
+                messages,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                variables=options.variables,
+            )
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
         size = sum(_size(message.get("content")) for message in messages)
         return _not_empty(await _off_loop(size, encode), param)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from trnc.checkpoint.generation import GenerationDefaults
@@ -16,6 +17,7 @@ from trnc.errors import RequestError
 T = TypeVar("T")
 
 MAX_STOPS = 16
+MAX_CHOICES = 128
 INT64 = range(-(2**63), 2**63)
 
 
@@ -81,6 +83,36 @@ def check_logprobs(count: int, param: str) -> int:
     """Return a number of alternatives that the logprobs stage can give."""
     _check(0 <= count <= MAX_LOGPROBS, param, f"between 0 and {MAX_LOGPROBS}", count)
     return count
+
+
+def choice_count(n: int | None, best_of: int | None = None) -> int:
+    """Return how many answers a request wants; all that are made are given.
+
+    Raises:
+        RequestError: `n` is out of range, or `best_of` asks for more than are given.
+    """
+    count = 1 if n is None else n
+    _check(1 <= count <= MAX_CHOICES, "n", f"between 1 and {MAX_CHOICES}", count)
+    if best_of not in (None, count):
+        _refuse("best_of", f"equal to 'n' ({count})", best_of)
+    return count
+
+
+def with_seed_offset(sampling: SamplingParams, offset: int) -> SamplingParams:
+    """Return the parameters of choice `offset`; its seed wraps around as a 64-bit integer does."""
+    return replace(sampling, seed=(sampling.seed + offset - INT64.start) % 2**64 + INT64.start)
+
+
+def keep_stop(include_stop_str_in_output: bool | None, no_stop_trim: bool | None) -> bool:
+    """Return whether the stop is part of the answer: vLLM's and SGLang's name for one thing."""
+    if None not in (include_stop_str_in_output, no_stop_trim):
+        _check(
+            include_stop_str_in_output == no_stop_trim,
+            "no_stop_trim",
+            "equal to 'include_stop_str_in_output', its other name",
+            no_stop_trim,
+        )
+    return bool(include_stop_str_in_output or no_stop_trim)
 
 
 def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:

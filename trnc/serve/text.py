@@ -1,9 +1,9 @@
 """From tokens to text that may be shown.
 
-`StopMatcher` holds text back while it may still become a stop string, so a client never sees any
-part of one. The match is the stop string that is completed first, the longest of those that end at
-the same character: a definition over characters, so how the text was cut into tokens or chunks
-does not change the result.
+`StopMatcher` holds text back while it may still become a stop string or a match of a stop pattern,
+so a client never sees any part of one. What ends the text is the one that is completed first, the
+longest of those that end at the same character: a definition over characters, so how the text was
+cut into tokens or chunks does not change the result.
 
 `TextAssembler` joins it with an incremental detokenizer and keeps, for each token, where its text
 starts, so that log-probabilities can be given for exactly the tokens that are shown.
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from trnc.core import TokenLogprobs
+from trnc.serve.stop_regex import RegexNeedle, StopRegex
 
 
 class Detokenizer(Protocol):
@@ -46,6 +47,16 @@ class Piece:
     tokens: tuple[ShownToken, ...]
 
 
+class _Stop(Protocol):
+    """Something that may end a text. `matched` characters at its end may be the beginning of it."""
+
+    text: str
+    matched: int
+
+    def feed(self, char: str) -> int:
+        """Take one character; return the length of what it completes, or 0."""
+
+
 class _Needle:
     """One stop string and how much of it the text so far ends with (Knuth-Morris-Pratt)."""
 
@@ -58,10 +69,10 @@ class _Needle:
         for i in range(1, len(text)):
             self._fallback[i] = self._advance(self._fallback[i - 1], text[i])
 
-    def feed(self, char: str) -> bool:
-        """Take one character; return whether it completes the stop string."""
+    def feed(self, char: str) -> int:
+        """Take one character; return the length of the stop string if it completes it, or 0."""
         self.matched = self._advance(self.matched, char)
-        return self.matched == len(self.text)
+        return self.matched if self.matched == len(self.text) else 0
 
     def _advance(self, matched: int, char: str) -> int:
         while matched and char != self.text[matched]:
@@ -70,15 +81,22 @@ class _Needle:
 
 
 class StopMatcher:
-    """Passes text on up to the first stop string; see the module for what is first."""
+    """Passes text on up to the first stop; see the module for what is first.
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._needles = [_Needle(stop) for stop in stops]
+    With `keep` the stop itself is passed on, too, and nothing is held back for it. `matched` is the
+    stop string, or the pattern, that ended the text.
+    """
+
+    def __init__(
+        self, stops: Sequence[str], regexes: Sequence[StopRegex] = (), *, keep: bool = False
+    ) -> None:
+        self._needles: list[_Stop] = [*map(_Needle, stops), *map(RegexNeedle, regexes)]
+        self._keep = keep
         self._held = ""
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Take more text; return what can no longer be part of a stop string.
+        """Take more text; return what can no longer be part of a stop.
 
         Once `matched` is set the text is over: nothing more is returned.
         """
@@ -88,19 +106,25 @@ class StopMatcher:
             return text
         held = self._held + text
         for end, char in enumerate(text, start=len(self._held) + 1):
-            complete = [needle.text for needle in self._needles if needle.feed(char)]
-            if complete:
-                self.matched = max(complete, key=len)
+            length, stop = max(((n.feed(char), n.text) for n in self._needles), key=_length)
+            if length:
+                self.matched = stop
                 self._held = ""
-                return held[: end - len(self.matched)]
-        keep = max(needle.matched for needle in self._needles)
-        self._held = held[len(held) - keep :]
-        return held[: len(held) - keep]
+                return held[: end if self._keep else end - length]
+        if self._keep:
+            return held
+        holding = max(needle.matched for needle in self._needles)
+        self._held = held[len(held) - holding :]
+        return held[: len(held) - holding]
 
     def flush(self) -> str:
         """Return what was held back, when no more text comes."""
         held, self._held = self._held, ""
         return held
+
+
+def _length(match: tuple[int, str]) -> int:
+    return match[0]
 
 
 class TextAssembler:
@@ -110,9 +134,9 @@ class TextAssembler:
     number came in one delta, so that usage does not depend on how the engine grouped them.
     """
 
-    def __init__(self, *, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
+    def __init__(self, *, detokenizer: Detokenizer, matcher: StopMatcher) -> None:
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stops)
+        self._matcher = matcher
         self._waiting: deque[ShownToken] = deque()
         self._decoded = 0
         self._shown = 0
@@ -120,7 +144,7 @@ class TextAssembler:
 
     @property
     def matched(self) -> str | None:
-        """The stop string that ended the text, if one did."""
+        """The stop string or pattern that ended the text, if one did."""
         return self._matcher.matched
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> Piece:

@@ -8,13 +8,20 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from trnc.checkpoint.tokenizer import Tokenizer
 from trnc.errors import RequestError
-from trnc.serve.generation import GenerationRequest, Generator, Output, collect
+from trnc.serve.generation import GenerationRequest, Generator, Output, collect, merge
 from trnc.serve.http import Answer
-from trnc.serve.openai.common import served_model, usage, wants_usage
+from trnc.serve.openai.common import (
+    UsageMeter,
+    UsageOptions,
+    served_model,
+    stop_reason,
+    usage,
+    usage_options,
+)
 from trnc.serve.openai.logprobs import chat_logprobs
 from trnc.serve.openai.messages import template_messages
 from trnc.serve.openai.protocol import (
@@ -28,19 +35,29 @@ from trnc.serve.openai.protocol import (
     ChoiceDelta,
     Usage,
 )
-from trnc.serve.planner import RequestPlanner
-from trnc.serve.prompt import PromptBuilder
-from trnc.serve.sampling import check_logprobs
+from trnc.serve.planner import RequestPlanner, choices
+from trnc.serve.prompt import PromptBuilder, template_options
+from trnc.serve.sampling import check_logprobs, choice_count
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One checked chat request."""
+    """One checked chat request: a generation for each choice, all of the same prompt."""
 
-    request: GenerationRequest
+    id: str
+    requests: list[GenerationRequest]
     created: int
     model: str
-    include_usage: bool
+    usage: UsageOptions
+    token_ids: bool
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self.requests[0].prompt_ids
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...] | UnsetType:
+        return self.prompt_ids if self.token_ids else UNSET
 
 
 class ChatServing:
@@ -68,52 +85,94 @@ class ChatServing:
 
     async def _job(self, body: ChatRequest) -> _Job:
         model = served_model(body.model, self._model_names)
-        include_usage = wants_usage(body.stream, body.stream_options)
+        options = usage_options(body.stream, body.stream_options)
         max_tokens, max_tokens_param = _max_tokens(body)
         logprobs = _logprobs(body)
+        count = choice_count(body.n)
+        template = template_options(
+            body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
+        )
         messages = template_messages(body.messages)
+        job_id = f"chatcmpl-{uuid.uuid4().hex}"
         request = self._planner.plan(
             body,
-            request_id=f"chatcmpl-{uuid.uuid4().hex}",
-            prompt_ids=await self._prompts.from_messages(messages, "messages"),
+            request_id=job_id,
+            prompt_ids=await self._prompts.from_messages(messages, "messages", template),
             prompt_param="messages",
             max_tokens=max_tokens,
             max_tokens_param=max_tokens_param,
             default_max_tokens=None,
             logprobs=logprobs,
         )
-        return _Job(request, int(time.time()), model, include_usage)
+        requests = choices(request, count)
+        return _Job(job_id, requests, int(time.time()), model, options, bool(body.return_token_ids))
 
     async def _complete(self, job: _Job) -> ChatCompletion:
-        [output] = await collect([self._generator.stream(job.request)])
-        message = AssistantMessage(output.text)
-        choice = ChatChoice(0, message, output.finish_reason, self._logprobs_of(job, output))
+        outputs = await collect([self._generator.stream(request) for request in job.requests])
         return ChatCompletion(
-            id=job.request.request_id,
+            id=job.id,
             created=job.created,
             model=job.model,
-            choices=[choice],
-            usage=usage(len(job.request.prompt_ids), [output]),
+            choices=[self._choice(job, i, output) for i, output in enumerate(outputs)],
+            usage=usage(len(job.prompt_ids), dict(enumerate(outputs)), len(outputs)),
+            prompt_token_ids=job.prompt_token_ids,
+        )
+
+    def _choice(self, job: _Job, index: int, output: Output) -> ChatChoice:
+        return ChatChoice(
+            index=index,
+            message=AssistantMessage(output.text),
+            finish_reason=output.finish_reason,
+            logprobs=self._logprobs_of(job, output),
+            matched_stop=output.matched,
+            stop_reason=stop_reason(output.matched, self._tokenizer.eos_token_ids),
+            token_ids=output.token_ids if job.token_ids else UNSET,
         )
 
     async def _stream(self, job: _Job) -> AsyncGenerator[ChatChunk, None]:
-        """Yield the role, then the text, then the finish reason, then usage if asked for."""
-        started = False
-        async with aclosing(self._generator.stream(job.request)) as outputs:
-            async for output in outputs:
-                if not started:  # not sooner: an error before the first token is an HTTP error
-                    yield _chunk(job, ChatChunkChoice(0, ChoiceDelta("assistant", "")))
-                    started = True
-                if output.text or output.tokens:
-                    logprobs = self._logprobs_of(job, output)
-                    yield _chunk(job, ChatChunkChoice(0, ChoiceDelta(None, output.text), logprobs))
-        reason = output.finish_reason
-        yield _chunk(job, ChatChunkChoice(0, ChoiceDelta(), None, reason))
-        if job.include_usage:
-            yield _chunk(job, None, usage(len(job.request.prompt_ids), [output]))
+        """Yield each choice's role, text and finish reason as they come, then usage if asked for.
+
+        The roles wait for the first tokens: an error before them is an HTTP error.
+        """
+        meter = UsageMeter(
+            prompt_tokens=len(job.prompt_ids), choices=len(job.requests), options=job.usage
+        )
+        started: set[int] = set()
+        streams = [self._generator.stream(request) for request in job.requests]
+        async with aclosing(merge(streams)) as outputs:
+            async for index, output in outputs:
+                if index not in started:
+                    role = ChatChunkChoice(index, ChoiceDelta("assistant", ""))
+                    prompt = UNSET if started else job.prompt_token_ids
+                    yield _chunk(job, [role], meter.of_chunk(), prompt)
+                    started.add(index)
+                meter.note(index, output)
+                if output.text or output.tokens or job.token_ids:
+                    yield _chunk(job, [self._part(job, index, output)], meter.of_chunk())
+                if output.finish_reason is not None:
+                    yield _chunk(job, [self._end(index, output)], meter.of_chunk())
+        if job.usage.at_end:
+            yield _chunk(job, [], meter.total())
+
+    def _part(self, job: _Job, index: int, output: Output) -> ChatChunkChoice:
+        return ChatChunkChoice(
+            index=index,
+            delta=ChoiceDelta(None, output.text),
+            logprobs=self._logprobs_of(job, output),
+            token_ids=output.token_ids if job.token_ids else UNSET,
+        )
+
+    def _end(self, index: int, output: Output) -> ChatChunkChoice:
+        return ChatChunkChoice(
+            index=index,
+            delta=ChoiceDelta(),
+            finish_reason=output.finish_reason,
+            matched_stop=output.matched,
+            stop_reason=stop_reason(output.matched, self._tokenizer.eos_token_ids),
+        )
 
     def _logprobs_of(self, job: _Job, output: Output) -> ChatLogprobs | None:
-        if job.request.sampling.logprobs is None:
+        if job.requests[0].sampling.logprobs is None:
             return None
         return chat_logprobs(output.tokens, self._tokenizer)
 
@@ -140,11 +199,17 @@ def _logprobs(body: ChatRequest) -> int | None:
     return None
 
 
-def _chunk(job: _Job, choice: ChatChunkChoice | None, last: Usage | None = None) -> ChatChunk:
+def _chunk(
+    job: _Job,
+    choices: list[ChatChunkChoice],
+    usage: Usage | UnsetType | None,
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET,
+) -> ChatChunk:
     return ChatChunk(
-        id=job.request.request_id,
+        id=job.id,
         created=job.created,
         model=job.model,
-        choices=[] if choice is None else [choice],
-        usage=last if job.include_usage else UNSET,
+        choices=choices,
+        usage=usage,
+        prompt_token_ids=prompt_token_ids,
     )

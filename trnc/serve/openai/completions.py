@@ -8,14 +8,21 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 
 from trnc.checkpoint.tokenizer import Tokenizer
 from trnc.errors import RequestError
 from trnc.serve.engine_client import EngineClient
 from trnc.serve.generation import GenerationRequest, Generator, Output, collect, merge
 from trnc.serve.http import Answer
-from trnc.serve.openai.common import served_model, usage, wants_usage
+from trnc.serve.openai.common import (
+    UsageMeter,
+    UsageOptions,
+    served_model,
+    stop_reason,
+    usage,
+    usage_options,
+)
 from trnc.serve.openai.logprobs import completion_logprobs
 from trnc.serve.openai.protocol import (
     Completion,
@@ -24,9 +31,9 @@ from trnc.serve.openai.protocol import (
     CompletionRequest,
     Usage,
 )
-from trnc.serve.planner import RequestPlanner
+from trnc.serve.planner import RequestPlanner, choices
 from trnc.serve.prompt import PromptBuilder
-from trnc.serve.sampling import check_logprobs
+from trnc.serve.sampling import check_logprobs, choice_count
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_PROMPTS = 1024
@@ -34,18 +41,20 @@ MAX_PROMPTS = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One checked completion request: a generation for each prompt."""
+    """One checked completion request: `choices` generations a prompt, prompt after prompt."""
 
     id: str
     requests: list[GenerationRequest]
+    choices: int
     created: int
     model: str
-    include_usage: bool
+    usage: UsageOptions
     logprobs: bool
+    token_ids: bool
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(request.prompt_ids) for request in self.requests)
+        return sum(len(request.prompt_ids) for request in self.requests[:: self.choices])
 
 
 class CompletionServing:
@@ -75,10 +84,13 @@ class CompletionServing:
 
     async def _job(self, body: CompletionRequest) -> _Job:
         model = served_model(body.model, self._model_names)
-        include_usage = wants_usage(body.stream, body.stream_options)
+        options = usage_options(body.stream, body.stream_options)
         logprobs = None if body.logprobs is None else check_logprobs(body.logprobs, "logprobs")
+        count = choice_count(body.n, body.best_of)
+        prompts = split_prompt(body.prompt)
+        _check_total(len(prompts), count)
         vocab_size = self._engine.info.vocab_size
-        prompts = await self._prompts.from_prompts(split_prompt(body.prompt), "prompt", vocab_size)
+        encoded = await self._prompts.from_prompts(prompts, "prompt", vocab_size)
         job_id = f"cmpl-{uuid.uuid4().hex}"
         requests = [
             self._planner.plan(
@@ -91,38 +103,75 @@ class CompletionServing:
                 default_max_tokens=DEFAULT_MAX_TOKENS,
                 logprobs=logprobs,
             )
-            for index, prompt_ids in enumerate(prompts)
+            for index, prompt_ids in enumerate(encoded)
         ]
-        wants_logprobs = logprobs is not None
-        return _Job(job_id, requests, int(time.time()), model, include_usage, wants_logprobs)
+        return _Job(
+            id=job_id,
+            requests=[choice for request in requests for choice in choices(request, count)],
+            choices=count,
+            created=int(time.time()),
+            model=model,
+            usage=options,
+            logprobs=logprobs is not None,
+            token_ids=bool(body.return_token_ids),
+        )
 
     async def _complete(self, job: _Job) -> Completion:
         outputs = await collect([self._generator.stream(request) for request in job.requests])
-        choices = [self._choice(job, i, output, whole=True) for i, output in enumerate(outputs)]
-        return _completion(job, choices, usage(job.prompt_tokens, outputs))
+        answers = [self._choice(job, i, output, whole=True) for i, output in enumerate(outputs)]
+        total = usage(job.prompt_tokens, dict(enumerate(outputs)), job.choices)
+        return _completion(job, answers, total)
 
     async def _stream(self, job: _Job) -> AsyncGenerator[Completion, None]:
-        """Yield the text of all prompts as it comes, each one's finish reason, then usage."""
-        last: dict[int, Output] = {}
+        """Yield the text of all choices as it comes, each one's finish reason, then usage."""
+        meter = UsageMeter(prompt_tokens=job.prompt_tokens, choices=job.choices, options=job.usage)
         streams = [self._generator.stream(request) for request in job.requests]
-        empty = None if job.include_usage else UNSET
+        started: set[int] = set()
         async with aclosing(merge(streams)) as outputs:
             async for index, output in outputs:
-                if output.text or output.tokens:
-                    yield _completion(job, [self._choice(job, index, output, whole=False)], empty)
+                meter.note(index, output)
+                if output.text or output.tokens or job.token_ids:
+                    part = self._choice(job, index, output, whole=False, first=index not in started)
+                    started.add(index)
+                    yield _completion(job, [part], meter.of_chunk())
                 if output.finish_reason is not None:
-                    last[index] = output
-                    end = CompletionChoice(index, "", None, output.finish_reason)
-                    yield _completion(job, [end], empty)
-        if job.include_usage:
-            yield _completion(job, [], usage(job.prompt_tokens, last.values()))
+                    yield _completion(job, [self._end(index, output)], meter.of_chunk())
+        if job.usage.at_end:
+            yield _completion(job, [], meter.total())
 
-    def _choice(self, job: _Job, index: int, output: Output, *, whole: bool) -> CompletionChoice:
+    def _choice(
+        self, job: _Job, index: int, output: Output, *, whole: bool, first: bool = True
+    ) -> CompletionChoice:
+        """Return a whole choice, or a part of one; the `first` part has the prompt's ids."""
         logprobs: CompletionLogprobs | None = None
         if job.logprobs:
             logprobs = completion_logprobs(output.tokens, self._tokenizer)
-        reason = output.finish_reason if whole else None
-        return CompletionChoice(index, output.text, logprobs, reason)
+        end = self._end(index, output) if whole else CompletionChoice(index, "")
+        prompt_ids = job.requests[index].prompt_ids
+        return structs.replace(
+            end,
+            text=output.text,
+            logprobs=logprobs,
+            token_ids=output.token_ids if job.token_ids else UNSET,
+            prompt_token_ids=prompt_ids if job.token_ids and first else UNSET,
+        )
+
+    def _end(self, index: int, output: Output) -> CompletionChoice:
+        return CompletionChoice(
+            index=index,
+            text="",
+            finish_reason=output.finish_reason,
+            matched_stop=output.matched,
+            stop_reason=stop_reason(output.matched, self._tokenizer.eos_token_ids),
+        )
+
+
+def _check_total(prompts: int, count: int) -> None:
+    if prompts * count > MAX_PROMPTS:
+        raise RequestError(
+            f"'n': {prompts} prompts with {count} choices each are over {MAX_PROMPTS} answers.",
+            param="n",
+        )
 
 
 def split_prompt(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -148,6 +197,6 @@ def split_prompt(prompt: str | list[str | int | list[int]]) -> list[str | list[i
 
 
 def _completion(
-    job: _Job, choices: list[CompletionChoice], last: Usage | UnsetType | None
+    job: _Job, answers: list[CompletionChoice], usage: Usage | UnsetType | None
 ) -> Completion:
-    return Completion(job.id, job.created, job.model, choices, last)
+    return Completion(job.id, job.created, job.model, answers, usage)

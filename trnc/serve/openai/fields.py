@@ -11,7 +11,6 @@ from trnc.serve.body import Inert, Refused
 
 _NO = Refused()
 _FALSE = Refused((None, False))
-_TRUE = Refused((None, True))
 _ZERO = Refused((None, 0, 0.0))
 _ONE = Refused((None, 1, 1.0))
 _EMPTY_LIST = Refused((None, []))
@@ -21,21 +20,18 @@ INERT = {
     "safety_identifier": Inert(str, "an identifier for the caller's own records"),
     "metadata": Inert(dict[str, Any], "labels for stored answers; nothing is stored"),
     "parallel_tool_calls": Inert(bool, "only matters with `tools`, which are refused"),
+    "spaces_between_special_tokens": Inert(
+        bool, "the `tokenizers` library joins special tokens as the tokenizer's own decoder says"
+    ),
     "prompt_cache_key": Inert(str, "a routing hint; the prefix cache finds prompts by content"),
 }
 
 _COMMON = {
-    "n": _ONE,
     "frequency_penalty": _ZERO,
     "presence_penalty": _ZERO,
     "repetition_penalty": _ONE,
     "service_tier": Refused((None, "auto", "default")),
     "min_tokens": _ZERO,
-    "stop_regex": _EMPTY_LIST,
-    "include_stop_str_in_output": _FALSE,
-    "no_stop_trim": _FALSE,
-    "skip_special_tokens": _TRUE,
-    "spaces_between_special_tokens": _TRUE,
     "priority": _ZERO,
     "structured_outputs": _NO,
     "guided_json": _NO,
@@ -64,15 +60,11 @@ CHAT_REFUSED = {
     "store": _FALSE,
     "prompt_cache_options": _NO,
     "prompt_cache_retention": Refused((None, "in_memory")),
-    "add_generation_prompt": _TRUE,
-    "continue_final_message": _FALSE,
-    "chat_template_kwargs": Refused((None, {})),
     "chat_template": _NO,
 }
 
 COMPLETION_REFUSED = {
     **_COMMON,
-    "best_of": _ONE,
     "echo": _FALSE,
     "suffix": Refused((None, "")),
     "response_format": Refused((None, {"type": "text"})),
@@ -92,5 +84,4 @@ MESSAGE_REFUSED = {
 
 STREAM_OPTIONS_REFUSED = {
     "include_obfuscation": _FALSE,
-    "continuous_usage_stats": _FALSE,
 }

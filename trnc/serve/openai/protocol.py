@@ -11,22 +11,27 @@ from trnc.serve.body import BodyRules
 from trnc.serve.openai import fields
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+# What ended a text. `matched_stop` (SGLang's name) is the stop string, the pattern or the token id,
+# the eos ids included; `stop_reason` (vLLM's) is the same, but null for eos.
+Stop = str | int | None
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
     """How a stream is sent."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class _SamplingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fields that chat and completions share; the last four are extensions."""
+    """The fields that chat and completions share; from `top_k` on they are extensions."""
 
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: int | None = None
     stop: str | list[str] | None = None
+    n: int | None = None
     seed: int | None = None
     logit_bias: dict[str, float] | None = None
     stream: bool | None = None
@@ -35,6 +40,11 @@ class _SamplingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     min_p: float | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    stop_regex: str | list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
 
 
 class ChatRequest(_SamplingRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,6 +54,9 @@ class ChatRequest(_SamplingRequest, frozen=True, kw_only=True, forbid_unknown_fi
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionRequest(_SamplingRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,6 +64,7 @@ class CompletionRequest(_SamplingRequest, frozen=True, kw_only=True, forbid_unkn
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
+    best_of: int | None = None
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,12 +137,15 @@ class AssistantMessage(msgspec.Struct, frozen=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
-    """One answer."""
+    """One answer. The last three fields are extensions."""
 
     index: int
     message: AssistantMessage
     finish_reason: FinishReason | None
     logprobs: ChatLogprobs | None = None
+    matched_stop: Stop | UnsetType = UNSET
+    stop_reason: Stop | UnsetType = UNSET
+    token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -140,6 +157,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     choices: list[ChatChoice]
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
     system_fingerprint: None = None
 
 
@@ -157,6 +175,9 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     delta: ChoiceDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
+    matched_stop: Stop | UnsetType = UNSET
+    stop_reason: Stop | UnsetType = UNSET
+    token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
@@ -168,6 +189,7 @@ class ChatChunk(msgspec.Struct, frozen=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
     system_fingerprint: None = None
 
 
@@ -187,6 +209,10 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
+    matched_stop: Stop | UnsetType = UNSET
+    stop_reason: Stop | UnsetType = UNSET
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True):
