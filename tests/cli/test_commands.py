@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
@@ -108,5 +109,9 @@ def test_the_defaults_of_serve_are_those_of_the_server():
     assert serve.__defaults__ is not None
     names = serve.__code__.co_varnames[: serve.__code__.co_argcount]
     defaults = dict(zip(names, serve.__defaults__, strict=True))
-    for name in ("host", "port", "max_body_bytes", "grace_seconds"):
-        assert defaults[name] == getattr(ServeOptions(), name)
+    options = ServeOptions()
+    shared = {"api_key": "api_keys", "allowed_origin": "allowed_origins"}
+    for name in {field.name for field in fields(ServeOptions)} & set(names):
+        assert defaults[name] == getattr(options, name)
+    for flag, name in shared.items():
+        assert (defaults[flag] or ()) == getattr(options, name)

@@ -11,7 +11,7 @@ import contextlib
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -25,9 +25,11 @@ from trnc.checkpoint.generation import GenerationDefaults
 from trnc.core import ExecutorInfo
 from trnc.engine.messages import Stats
 from trnc.engine.process import EngineOptions, serve_engine
+from trnc.serve.access import Admission
 from trnc.serve.app import create_app
 from trnc.serve.engine_client import EngineClient, bind_socket
-from trnc.serve.listening import ServeOptions, listen
+from trnc.serve.launch import uvicorn_config
+from trnc.serve.listening import ServeOptions, listen, raise_file_limit, tls_context
 from trnc.serve.model import ServedModel
 
 MODEL = "toy/model"
@@ -48,7 +50,7 @@ class Setup:
     fail_at: tuple[int, ...] = ()
     features: tuple[str, ...] = FEATURES
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
-    max_body_bytes: int = 2**20
+    options: ServeOptions = field(default_factory=lambda: ServeOptions(max_body_bytes=2**20))
     start_engine: bool = True
     chat_template: str | None = TEMPLATE
 
@@ -77,7 +79,8 @@ class Server:
         self._client: httpx.Client | None = None
         self.port = 0
         self.engine: EngineClient
-        self._loop: asyncio.AbstractEventLoop
+        self.admission: Admission
+        self.loop: asyncio.AbstractEventLoop
 
     @property
     def url(self) -> str:
@@ -116,7 +119,7 @@ class Server:
         script[tuple(ids)] = reply
 
     def stats(self) -> Stats:
-        return asyncio.run_coroutine_threadsafe(self.engine.stats(), self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(self.engine.stats(), self.loop).result(30)
 
     def wait_for(self, condition: Callable[[Stats], bool]) -> Stats:
         """Return the first Stats that meet a condition; the test's timeout is the limit."""
@@ -128,7 +131,8 @@ class Server:
         asyncio.run(self._run(started))
 
     async def _run(self, started: threading.Event) -> None:
-        self._loop = asyncio.get_running_loop()
+        raise_file_limit()
+        self.loop = asyncio.get_running_loop()
         with tempfile.TemporaryDirectory() as folder, zmq.Context() as context:
             endpoint = f"ipc://{Path(folder) / 'e'}"
             self.engine = EngineClient(socket=bind_socket(context, endpoint))
@@ -147,6 +151,7 @@ class Server:
             await asyncio.gather(running, return_exceptions=True)
 
     async def _run_http(self, started: threading.Event) -> None:
+        admission = self.admission = Admission(limit=self._setup.options.max_concurrent_requests)
         app = create_app(
             engine=self.engine,
             model=ServedModel(
@@ -155,13 +160,12 @@ class Server:
                 template=self.template,
                 defaults=self._setup.defaults,
             ),
-            max_body_bytes=self._setup.max_body_bytes,
+            options=self._setup.options,
+            admission=admission,
         )
-        config = uvicorn.Config(
-            app, http="httptools", lifespan="off", log_level="warning", timeout_graceful_shutdown=1
-        )
-        self._uvicorn = _Uvicorn(config)
-        with listen(ServeOptions(port=0)) as listener:
+        options = replace(self._setup.options, port=0)
+        self._uvicorn = _Uvicorn(uvicorn_config(app, tls_context(options)))
+        with listen(options) as listener:
             self.port = listener.getsockname()[1]
             started.set()
             await self._uvicorn.serve(sockets=[listener])

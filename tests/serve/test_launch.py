@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -117,6 +118,50 @@ def test_a_request_and_an_engine_that_hang_do_not_keep_it_from_stopping():
             server.process.terminate()
             assert server.finish() == 0, server.output
             wait_until_gone(pid)
+
+
+def test_a_stream_that_is_open_at_sigterm_is_finished():
+    """Readiness goes first, nothing new is taken, and the stream is sent to its end."""
+    with launched("held") as server:
+        engine = int(server.read_until(r"engine pid (\d+)")[1])
+        url = server.read_until(r"Serving toy on (\S+)")[1]
+        body = {"prompt": "x", "max_tokens": 20, "ignore_eos": True, "stream": True}
+        answer: list[str] = []
+
+        def ask() -> None:
+            answer.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60).text)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        while "trnc_open_requests 1" not in httpx.get(f"{url}/metrics").text:
+            pass
+        server.process.terminate()
+        server.read_until("Waiting for 1 open requests")
+        refused = httpx.post(f"{url}/v1/completions", json=body)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["code"] == "shutting_down"
+        assert httpx.get(f"{url}/ready").status_code == 503
+        os.kill(engine, signal.SIGUSR1)
+        asking.join()
+        assert server.finish() == 0, server.output
+        assert '"finish_reason":"length"' in answer[0], "the stream was cut"
+        assert answer[0].endswith("data: [DONE]\n\n")
+        wait_until_gone(engine)
+
+
+def test_a_second_signal_waits_for_nothing():
+    with launched("held") as server:
+        url = server.read_until(r"Serving toy on (\S+)")[1]
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+            connection.sendall(b'content-length: 15\r\n\r\n{"prompt": "x"}')
+            while "trnc_open_requests 1" not in httpx.get(f"{url}/metrics").text:
+                pass
+            server.process.terminate()
+            server.read_until("Waiting for 1 open requests")
+            server.process.terminate()
+            assert server.finish() == 0, server.output
 
 
 def test_a_port_in_use_is_a_clear_error():

@@ -1,12 +1,14 @@
 """`python -m tests.serve.toy_server PORT MODE`: the launcher as `trnc serve` uses it.
 
 The engine process is this module again, with an endpoint instead of a port. MODE is `ok`, `fail`
-(the engine cannot start), `stuck` (its start never ends) or `hang` (a step never ends).
+(the engine cannot start), `stuck` (its start never ends), `hang` (a step never ends) or `held` (no
+step ends before the engine gets a SIGUSR1).
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -35,7 +37,9 @@ def run_engine(endpoint: str, mode: str) -> int:
             raise CheckpointError("no weights")
         if mode == "stuck":
             threading.Event().wait()
-        gate = threading.Semaphore(0) if mode == "hang" else None
+        gate = threading.Semaphore(0) if mode in ("hang", "held") else None
+        if gate is not None and mode == "held":
+            signal.signal(signal.SIGUSR1, lambda *_: gate.release(10_000))
         return ScriptedExecutor(info=info, gate=gate), {"load the weights": 1.25}, ()
 
     return serve_engine(build, endpoint, EngineOptions(parent_pid=os.getppid()))
@@ -51,7 +55,8 @@ def run_server(port: int, mode: str) -> int:
     tokenizer, template = toy_tokenizer()
     # An engine that is told to stop does so at once, one that hangs never.
     stop_seconds = 0.3 if mode == "hang" else 600
-    options = ServeOptions(port=port, grace_seconds=1, engine_stop_seconds=stop_seconds)
+    grace = 1 if mode == "hang" else 600
+    options = ServeOptions(port=port, grace_seconds=grace, engine_stop_seconds=stop_seconds)
 
     def argv(endpoint: str) -> list[str]:
         return [sys.executable, "-m", __spec__.name, endpoint, mode]

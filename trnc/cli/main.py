@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -65,8 +66,64 @@ def serve(
     ] = None,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Refuse larger request bodies.")] = 16
     * 2**20,
+    max_concurrent_requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Refuse requests when so many are open. Default: no limit."),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="TRNC_API_KEY",
+            show_envvar=True,
+            help="Serve only clients that send this key; may be given several times. Other "
+            "users of the machine can see flags: the variable (keys separated by spaces) is safer.",
+        ),
+    ] = None,
+    admin_api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="TRNC_ADMIN_API_KEY",
+            show_envvar=True,
+            help="The key for routes that change the server or show how it is set up.",
+        ),
+    ] = None,
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Let web pages of this origin, such as https://example.org, call the server; "
+            "may be given several times, '*' is every page. Default: none."
+        ),
+    ] = None,
+    ssl_certfile: Annotated[
+        Path | None, typer.Option(help="Serve HTTPS with this certificate chain (PEM).")
+    ] = None,
+    ssl_keyfile: Annotated[
+        Path | None,
+        typer.Option(help="The certificate's key (PEM), if it is not in the same file."),
+    ] = None,
+    ssl_ca_certs: Annotated[
+        Path | None,
+        typer.Option(help="Serve only clients with a certificate that these authorities signed."),
+    ] = None,
+    response_store: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Keep so many answers of /v1/responses for 'previous_response_id'."
+        ),
+    ] = 0,
+    response_store_seconds: Annotated[
+        int, typer.Option(min=1, help="Forget stored answers after so long.")
+    ] = 3600,
+    drain_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="On SIGTERM or Ctrl-C, go on taking requests so long after /health says 503, "
+            "for load balancers to notice.",
+        ),
+    ] = 0.0,
     grace_seconds: Annotated[
-        int, typer.Option(min=0, help="On SIGTERM or Ctrl-C, open requests get so long to finish.")
+        int, typer.Option(min=0, help="Then open requests get so long to finish.")
     ] = 30,
     trace: Annotated[
         str | None, typer.Option(help="Write every arrival and plan to this file, for replay.")
@@ -89,7 +146,20 @@ def serve(
         trace=trace,
     )
     listening = ServeOptions(
-        host=host, port=port, max_body_bytes=max_body_bytes, grace_seconds=grace_seconds
+        host=host,
+        port=port,
+        max_body_bytes=max_body_bytes,
+        max_concurrent_requests=max_concurrent_requests,
+        api_keys=tuple(api_key or ()),
+        admin_api_key=admin_api_key,
+        allowed_origins=tuple(allowed_origin or ()),
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
+        ssl_ca_certs=ssl_ca_certs,
+        response_store=response_store,
+        response_store_seconds=response_store_seconds,
+        drain_seconds=drain_seconds,
+        grace_seconds=grace_seconds,
     )
     names = tuple(served_model_name or ())
     raise typer.Exit(run_serve(arguments, listening, names=names))

@@ -8,25 +8,33 @@ from __future__ import annotations
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.types import ASGIApp
 
+from trnc.serve.access import Admission, Keys, access_of, guarded
 from trnc.serve.engine_client import EngineClient
 from trnc.serve.errors import handle_error
 from trnc.serve.generation import Generator
-from trnc.serve.listening import MAX_BODY_BYTES
+from trnc.serve.listening import ServeOptions
 from trnc.serve.metrics import CountRequests, Metrics
 from trnc.serve.model import ServedModel
 from trnc.serve.planner import RequestPlanner
 from trnc.serve.prompt import PromptBuilder
-from trnc.serve.roles import ROUTERS, Parts, Role
+from trnc.serve.roles import ADMIN_ROLES, ROUTERS, Parts, Role
 
 
 def make_parts(
-    *, engine: EngineClient, model: ServedModel, max_body_bytes: int = MAX_BODY_BYTES
+    *,
+    engine: EngineClient,
+    model: ServedModel,
+    options: ServeOptions | None = None,
+    admission: Admission | None = None,
 ) -> Parts:
     """Return what the serving classes of every role are built from."""
-    metrics = Metrics(engine_stats=lambda: engine.last_stats)
+    options = options or ServeOptions()
+    admission = admission or Admission(limit=options.max_concurrent_requests)
+    metrics = Metrics(engine_stats=lambda: engine.last_stats, open_requests=lambda: admission.open)
     return Parts(
         engine=engine,
         model=model,
@@ -38,7 +46,8 @@ def make_parts(
             defaults=model.defaults,
         ),
         prompts=PromptBuilder(tokenizer=model.tokenizer, template=model.template),
-        max_body_bytes=max_body_bytes,
+        admission=admission,
+        options=options,
     )
 
 
@@ -46,17 +55,38 @@ def create_app(
     *,
     engine: EngineClient,
     model: ServedModel,
-    max_body_bytes: int = MAX_BODY_BYTES,
+    options: ServeOptions | None = None,
+    admission: Admission | None = None,
     roles: tuple[Role, ...] = tuple(ROUTERS),
 ) -> ASGIApp:
-    """Return the ASGI application; `engine.run()` must be running beside it."""
-    parts = make_parts(engine=engine, model=model, max_body_bytes=max_body_bytes)
+    """Return the ASGI application; `engine.run()` must be running beside it.
+
+    `admission` is how the caller drains it.
+    """
+    parts = make_parts(engine=engine, model=model, options=options, admission=admission)
+    keys = Keys(api_keys=parts.options.api_keys, admin_key=parts.options.admin_api_key)
     app = Starlette(
-        routes=[route for role in roles for route in ROUTERS[role](parts)],
+        routes=[
+            guarded(route, access_of(route, admin=role in ADMIN_ROLES), keys, parts.admission)
+            for role in roles
+            for route in ROUTERS[role](parts)
+        ],
         exception_handlers={HTTPException: handle_error},
         # Not as an exception handler: Starlette raises those errors again after the answer, and
         # uvicorn then closes the connection.
-        middleware=[Middleware(ExceptionMiddleware, handlers={Exception: handle_error})],
+        middleware=[
+            *_cors(parts.options.allowed_origins),
+            Middleware(ExceptionMiddleware, handlers={Exception: handle_error}),
+        ],
     )
     app.router.redirect_slashes = False  # an unknown route is a 404, not a hop
     return CountRequests(app, metrics=parts.metrics)
+
+
+def _cors(origins: tuple[str, ...]) -> list[Middleware]:
+    """Return what lets pages of these origins read answers; by default there is none."""
+    if not origins:
+        return []
+    return [
+        Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    ]

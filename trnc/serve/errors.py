@@ -1,7 +1,8 @@
-"""The one place that turns an error into an answer in OpenAI's shape.
+"""The one place that turns an error into an answer, in OpenAI's shape or in Anthropic's.
 
-Invariants: an answer never holds a stack trace or the text of an unexpected exception, and every
-error answer is `{"error": {"message", "type", "param", "code"}}`.
+Invariants: an answer never holds a stack trace or the text of an unexpected exception. Every error
+answer is `{"error": {"message", "type", "param", "code"}}`, below `/v1/messages` it is
+`{"type": "error", "error": {"type", "message"}}`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,20 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorInfo
 
 
+class AnthropicErrorInfo(msgspec.Struct, frozen=True):
+    """Anthropic's error object."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(msgspec.Struct, frozen=True):
+    """Anthropic's error envelope."""
+
+    error: AnthropicErrorInfo
+    type: str = "error"
+
+
 class ModelNotFoundError(RequestError):
     """The request names a model that is not served: 404."""
 
@@ -49,6 +64,10 @@ class ModelNotFoundError(RequestError):
         )
 
 
+class NotFoundError(RequestError):
+    """The request names something that is not here: 404."""
+
+
 class BodyTooLargeError(RequestError):
     """The body is longer than the server reads: 413."""
 
@@ -57,6 +76,30 @@ class BodyTooLargeError(RequestError):
             f"The request body is larger than {limit} bytes (--max-body-bytes).",
             code="request_too_large",
         )
+
+
+class BodyTimeoutError(RequestError):
+    """The body did not come in time: 408."""
+
+    def __init__(self) -> None:
+        super().__init__("The request body took too long to arrive.", code="request_timeout")
+
+
+class AuthenticationError(RequestError):
+    """The request has no key, or one that this server does not know: 401."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "A valid API key is required: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
+            code="invalid_api_key",
+        )
+
+
+class PermissionDeniedError(RequestError):
+    """The key opens other routes, not this one: 403."""
+
+    def __init__(self) -> None:
+        super().__init__("This route needs the admin key (--admin-api-key).", code="no_permission")
 
 
 class EngineUnavailableError(EngineError):
@@ -71,7 +114,50 @@ class QueueFullError(EngineUnavailableError):
     code = QUEUE_FULL
 
 
-_REQUEST_STATUS = {ModelNotFoundError: 404, BodyTooLargeError: 413}
+class OverloadedError(EngineUnavailableError):
+    """As many requests are open as may (`--max-concurrent-requests`)."""
+
+    code = "too_many_requests"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"The server has {limit} requests open, as many as it may"
+            " (--max-concurrent-requests). Try again later."
+        )
+
+
+class DrainingError(EngineUnavailableError):
+    """The server is shutting down and takes no more requests."""
+
+    code = "shutting_down"
+
+    def __init__(self) -> None:
+        super().__init__("The server is shutting down.")
+
+
+_REQUEST_STATUS = {
+    AuthenticationError: 401,
+    PermissionDeniedError: 403,
+    ModelNotFoundError: 404,
+    NotFoundError: 404,
+    BodyTimeoutError: 408,
+    BodyTooLargeError: 413,
+}
+# What a client's library acts on: when to try again, how to authenticate, what not to reuse.
+_HEADERS = {
+    401: {"www-authenticate": "Bearer"},
+    408: {"connection": "close"},
+    503: {"retry-after": "1"},
+}
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
+}
 
 
 def describe(error: BaseException) -> tuple[int, ErrorBody]:
@@ -91,20 +177,24 @@ def describe(error: BaseException) -> tuple[int, ErrorBody]:
     return 500, _body("The server failed to answer; its log says why.", "server_error", None)
 
 
-def error_response(error: BaseException, headers: dict[str, str] | None = None) -> Response:
-    """Return the complete HTTP answer for any error."""
+def describe_to_anthropic(error: BaseException) -> tuple[int, AnthropicErrorBody]:
+    """Return what `describe` does, in Anthropic's envelope."""
     status, body = describe(error)
-    return Response(
-        msgspec.json.encode(body), status, headers=headers, media_type="application/json"
-    )
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error")
+    return status, AnthropicErrorBody(AnthropicErrorInfo(kind, body.error.message))
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
     """Answer an error that a handler raised (a Starlette exception handler)."""
+    headers: dict[str, str] = {}
+    path = request.url.path
     if isinstance(error, HTTPException):
-        error.detail = f"{request.method} {request.url.path}"
-        return error_response(error, dict(error.headers or {}))
-    return error_response(error)
+        error.detail = f"{request.method} {path}"
+        headers |= error.headers or {}
+    is_anthropic = path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
+    status, body = (describe_to_anthropic if is_anthropic else describe)(error)
+    headers |= _HEADERS.get(status, {})
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
 def _http_error(error: HTTPException) -> ErrorBody:

@@ -8,8 +8,9 @@ during a stream (`EventStream`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from trnc.serve.errors import BodyTooLargeError, describe
+from trnc.serve.errors import BodyTooLargeError, describe, describe_to_anthropic
 
 T = TypeVar("T")
 Events = AsyncGenerator[msgspec.Struct, None]
@@ -28,7 +29,28 @@ _SSE_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-_DONE = b"data: [DONE]\n\n"
+
+
+def _data_event(event: msgspec.Struct) -> bytes:
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+def _named_event(event: msgspec.Struct) -> bytes:
+    name: str = event.type  # type: ignore[attr-defined]
+    return b"event: " + name.encode() + b"\n" + _data_event(event)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStyle:
+    """How an API writes its events, an error on the way, and the end of a stream."""
+
+    encode: Callable[[msgspec.Struct], bytes]
+    describe: Callable[[BaseException], tuple[int, msgspec.Struct]]
+    end: bytes
+
+
+OPENAI_STREAM = StreamStyle(_data_event, describe, b"data: [DONE]\n\n")
+NAMED_STREAM = StreamStyle(_named_event, describe_to_anthropic, b"")
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -51,20 +73,22 @@ def json_response(body: msgspec.Struct, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-async def respond(request: Request, answer: Awaitable[Answer]) -> Response:
+async def respond(
+    request: Request, answer: Awaitable[Answer], style: StreamStyle = OPENAI_STREAM
+) -> Response:
     """Return the HTTP answer for what a serving class gives: one struct, or a stream of them.
 
     A stream's first event is awaited here, so that an error before it is an HTTP error and not
     an event in a stream that started with 200.
     """
-    return await while_connected(request, _respond(answer))
+    return await while_connected(request, _respond(answer, style))
 
 
-async def _respond(answer: Awaitable[Answer]) -> Response:
+async def _respond(answer: Awaitable[Answer], style: StreamStyle) -> Response:
     result = await answer
     if isinstance(result, msgspec.Struct):
         return json_response(result)
-    return EventStream(await anext(result), result)
+    return EventStream(await anext(result), result, style)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -84,16 +108,17 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """Server-sent events: `data: <json>` for each struct, then `data: [DONE]`.
+    """Server-sent events: one for each struct, written in an API's style.
 
     An error on the way becomes an event with an `error` object, and the stream ends.
     """
 
-    def __init__(self, first: msgspec.Struct, rest: Events) -> None:
+    def __init__(self, first: msgspec.Struct, rest: Events, style: StreamStyle) -> None:
         self.status_code = 200
         self.background = None
         self._first = first
         self._rest = rest
+        self._style = style
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream; close its source as soon as the client is gone."""
@@ -107,19 +132,18 @@ class EventStream(Response):
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
-        await _send_event(send, self._first)
+        await self._send_event(send, self._first)
         try:
             async with aclosing(self._rest):
                 async for event in self._rest:
-                    await _send_event(send, event)
+                    await self._send_event(send, event)
         except Exception as error:  # the status is sent: an event is all that is left
-            await _send_event(send, describe(error)[1])
-        await send({"type": "http.response.body", "body": _DONE, "more_body": False})
+            await self._send_event(send, self._style.describe(error)[1])
+        await send({"type": "http.response.body", "body": self._style.end, "more_body": False})
 
-
-async def _send_event(send: Send, event: msgspec.Struct) -> None:
-    data = b"data: " + msgspec.json.encode(event) + b"\n\n"
-    await send({"type": "http.response.body", "body": data, "more_body": True})
+    async def _send_event(self, send: Send, event: msgspec.Struct) -> None:
+        data = self._style.encode(event)
+        await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import gc
 import signal
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -24,11 +25,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from trnc.engine.messages import Ready
+from trnc.serve.access import Admission
 from trnc.serve.app import create_app
 from trnc.serve.engine_client import EngineClient, bind_socket
 from trnc.serve.engine_process import EngineProcess
 from trnc.serve.errors import EngineUnavailableError
-from trnc.serve.listening import ServeOptions, url_of
+from trnc.serve.listening import ServeOptions, raise_file_limit, tls_context, url_of
 from trnc.serve.model import ServedModel
 
 
@@ -73,20 +75,24 @@ async def _serve(
         elapsed = time.perf_counter() - started
         console.print(f"[dim]{elapsed:6.1f} s[/dim]  {escape(line)}", highlight=False)
 
+    tls = tls_context(options)
+    raise_file_limit()
     async with _client(process, show, options.engine_stop_seconds) as engine:
-        app = create_app(engine=engine, model=model, max_body_bytes=options.max_body_bytes)
-        server = _Server(_uvicorn_config(app, options))
-        loop = asyncio.get_running_loop()
+        admission = Admission(limit=options.max_concurrent_requests)
+        app = create_app(engine=engine, model=model, options=options, admission=admission)
+        server = _Server(uvicorn_config(app, tls))
+        stop = _Stop(server, admission, options, show)
         for signum in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signum, server.handle_exit, signum, None)
+            asyncio.get_running_loop().add_signal_handler(signum, stop)
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         ready = asyncio.ensure_future(engine.wait_ready())
         try:
             await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
                 gc.freeze()  # what the start left stays: the collector need not look at it again
-                url = url_of(listener)
-                _print_ready(console, ready.result(), model, url, time.perf_counter() - started)
+                url = url_of(listener, "http" if tls is None else "https")
+                seconds = time.perf_counter() - started
+                _print_ready(console, ready.result(), model, url, options, seconds)
             await serving
         finally:
             server.should_exit = True
@@ -144,6 +150,38 @@ async def _stop(engine: EngineProcess, exited: asyncio.Future[int], seconds: flo
     await exited
 
 
+class _Stop:
+    """What a signal does: the first one drains the server, the second one ends it at once."""
+
+    def __init__(
+        self,
+        server: uvicorn.Server,
+        admission: Admission,
+        options: ServeOptions,
+        show: Callable[[str], None],
+    ) -> None:
+        self._server = server
+        self._admission = admission
+        self._options = options
+        self._show = show
+        self._draining: asyncio.Task[None] | None = None
+
+    def __call__(self) -> None:
+        if self._draining is not None:
+            self._server.should_exit = self._server.force_exit = True
+            return
+        if self._admission.open:
+            self._show(f"Waiting for {self._admission.open} open requests; again to end them now.")
+        self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        await self._admission.drain(
+            announce_seconds=self._options.drain_seconds,
+            grace_seconds=self._options.grace_seconds,
+        )
+        self._server.should_exit = True
+
+
 class _Server(uvicorn.Server):
     """A server that leaves signals alone: uvicorn would raise them again before we clean up."""
 
@@ -153,7 +191,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _uvicorn_config(app: object, options: ServeOptions) -> uvicorn.Config:
+def uvicorn_config(app: object, tls: ssl.SSLContext | None) -> uvicorn.Config:
+    """Return how uvicorn serves the app, with the requests drained before it is told to stop."""
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
         http="httptools",
@@ -162,12 +201,19 @@ def _uvicorn_config(app: object, options: ServeOptions) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=options.grace_seconds,
+        ws="none",
+        ssl_context_factory=None if tls is None else lambda *_: tls,
+        timeout_graceful_shutdown=1,
     )
 
 
 def _print_ready(
-    console: Console, ready: Ready, model: ServedModel, url: str, seconds: float
+    console: Console,
+    ready: Ready,
+    model: ServedModel,
+    url: str,
+    options: ServeOptions,
+    seconds: float,
 ) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for part, took in ready.timings.items():
@@ -178,14 +224,14 @@ def _print_ready(
     lines = [
         f"{ready.max_rows} sequences at once, {ready.max_context} tokens each,"
         f" KV pages for {tokens} tokens in all.",
-        *_notes(model, url),
+        *_notes(model, url, options),
         f"Serving [bold]{names}[/bold] on [bold]{url}[/bold] (ready in {seconds:.1f} s)",
     ]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _notes(model: ServedModel, url: str) -> Iterator[str]:
+def _notes(model: ServedModel, url: str, options: ServeOptions) -> Iterator[str]:
     """Yield what the operator should know and might not expect."""
     penalty = model.defaults.repetition_penalty
     if penalty not in (None, 1.0):
@@ -193,6 +239,11 @@ def _notes(model: ServedModel, url: str) -> Iterator[str]:
             f"[yellow]The model's generation config asks for a repetition_penalty of {penalty},"
             " which is not supported yet and not applied.[/yellow]"
         )
-    host = url.removeprefix("http://").rsplit(":", 1)[0].strip("[]")
-    if not ip_address(host.split("%")[0]).is_loopback:
-        yield "[yellow]Reachable from other machines, without authentication.[/yellow]"
+    host = url.partition("://")[2].rsplit(":", 1)[0].strip("[]")
+    if ip_address(host.split("%")[0]).is_loopback:
+        return
+    lacks = [
+        *(() if options.api_keys else ("without authentication (--api-key)",)),
+        *(() if url.startswith("https") else ("without encryption (--ssl-certfile)",)),
+    ]
+    yield f"[yellow]Reachable from other machines{''.join(f', {lack}' for lack in lacks)}.[/yellow]"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -43,8 +43,18 @@ _ENGINE_GAUGES = (
 class Metrics:
     """The counters of one server."""
 
-    def __init__(self, *, engine_stats: Callable[[], Stats | None]) -> None:
+    def __init__(
+        self,
+        *,
+        engine_stats: Callable[[], Stats | None],
+        open_requests: Callable[[], int] = int,
+    ) -> None:
         self._registry = CollectorRegistry()
+        Gauge(
+            "trnc_open_requests",
+            "HTTP requests that clients have open",
+            registry=self._registry,
+        ).set_function(open_requests)
         self._registry.register(_EngineCollector(engine_stats))
         self._requests = Counter(
             "trnc_requests",

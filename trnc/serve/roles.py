@@ -13,8 +13,10 @@ from typing import Literal
 
 from starlette.routing import Route
 
+from trnc.serve.access import Admission
 from trnc.serve.engine_client import EngineClient
 from trnc.serve.generation import Generator
+from trnc.serve.listening import ServeOptions
 from trnc.serve.metrics import Metrics
 from trnc.serve.model import ServedModel
 from trnc.serve.planner import RequestPlanner
@@ -33,7 +35,13 @@ class Parts:
     generator: Generator
     planner: RequestPlanner
     prompts: PromptBuilder
-    max_body_bytes: int
+    admission: Admission
+    options: ServeOptions
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The longest body that is read."""
+        return self.options.max_body_bytes
 
 
 def _openai(parts: Parts) -> list[Route]:
@@ -67,10 +75,14 @@ def _info(parts: Parts) -> list[Route]:
     from trnc.serve.info.router import info_routes
     from trnc.serve.info.serving import InfoServing
 
-    return info_routes(info=InfoServing(engine=parts.engine, metrics=parts.metrics))
+    return info_routes(
+        info=InfoServing(engine=parts.engine, metrics=parts.metrics, admission=parts.admission)
+    )
 
 
 ROUTERS: Mapping[Role, Callable[[Parts], list[Route]]] = {
     "openai": _openai,
     "info": _info,
 }
+# Routes that change the server or show how it is set up: behind the admin key, if there is one.
+ADMIN_ROLES: frozenset[Role] = frozenset()

@@ -12,7 +12,7 @@ from trnc.serve.metrics import CONTENT_TYPE
 
 
 def info_routes(*, info: InfoServing) -> list[Route]:
-    """Return /health, /version and /metrics."""
+    """Return /health (also as /ready), /version and /metrics."""
 
     async def health(_request: Request) -> Response:
         return json_response(info.health())
@@ -26,6 +26,7 @@ def info_routes(*, info: InfoServing) -> list[Route]:
 
     return [
         Route("/health", health, methods=["GET"]),
+        Route("/ready", health, methods=["GET"]),
         Route("/version", version, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
     ]

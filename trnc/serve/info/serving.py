@@ -9,6 +9,7 @@ import msgspec
 
 import trnc
 from trnc.errors import EngineError
+from trnc.serve.access import Admission
 from trnc.serve.engine_client import EngineClient
 from trnc.serve.metrics import Metrics
 
@@ -30,12 +31,17 @@ class Version(msgspec.Struct, frozen=True):
 class InfoServing:
     """Health, version and metrics."""
 
-    def __init__(self, *, engine: EngineClient, metrics: Metrics) -> None:
+    def __init__(self, *, engine: EngineClient, metrics: Metrics, admission: Admission) -> None:
         self._engine = engine
         self._metrics = metrics
+        self._admission = admission
 
     def health(self) -> Health:
-        """Return if requests can be answered; raises EngineUnavailableError with the reason."""
+        """Return if requests can be answered; raises EngineUnavailableError with the reason.
+
+        A server that drains is not well: that is how a load balancer learns of it.
+        """
+        self._admission.check_ready()
         _ = self._engine.info
         return Health()
 
