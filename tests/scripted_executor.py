@@ -133,7 +133,7 @@ class ScriptedHandle:
 
 @dataclass(eq=False, kw_only=True)
 class ScriptedExecutor:
-    """Implements `trnc.core.Executor`; see the module docstring."""
+    """Implements `trnc.engine.executor.Executor`; see the module docstring."""
 
     info: ExecutorInfo
     script: Script = field(default_factory=dict)
@@ -201,13 +201,13 @@ class ScriptedExecutor:
         for sequence, token in zip(plan.sequences, tokens, strict=True):
             if token is not None:
                 self._last[sequence.slot] = token
-        logprobs = [
-            expected_logprobs(token, sequence.sampling.logprobs, self.info)
+        logprobs = tuple(
+            (expected_logprobs(token, sequence.sampling.logprobs, self.info),)
             if token is not None and sequence.sampling.logprobs is not None
-            else None
+            else ()
             for sequence, token in zip(plan.sequences, tokens, strict=True)
-        ]
-        return StepResult(tuple(tokens), tuple(logprobs))
+        )
+        return StepResult(tuple(() if t is None else (t,) for t in tokens), logprobs)
 
     def _run_sequence(self, sequence: SequencePlan, lost: bool) -> int | None:
         size = self.info.page_size

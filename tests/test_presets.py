@@ -42,12 +42,17 @@ def test_a_preset_knows_its_limits():
 
 
 def test_the_presets_that_ship_are_valid_and_hold_what_they_say():
-    assert preset_names() == ["batch16", "batch8", "default"]
-    assert {name: load_preset(name).max_rows for name in preset_names()} == {
-        "batch16": 16,
-        "batch8": 8,
-        "default": 4,
+    presets = {name: load_preset(name) for name in preset_names()}
+    assert {name: (p.max_rows, p.mtp_depths) for name, p in presets.items()} == {
+        "batch16": (16, ()),
+        "batch8": (8, ()),
+        "default": (4, ()),
+        "mtp-always": (4, (2,)),
+        "mtp-dynamic": (4, (1, 2, 3)),
+        "mtp-latency": (2, (1, 2, 3, 5)),
+        "mtp-throughput": (16, (1, 2)),
     }
+    assert [name for name, p in presets.items() if p.mtp_always] == ["mtp-always"]
 
 
 @pytest.mark.parametrize("key", ["description", "decode_rows", "prefill_tokens", "max_context"])

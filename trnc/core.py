@@ -6,10 +6,10 @@ catalog turns it into a `VariantKey`, and the executor runs that variant's progr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal
 
-Step = Literal["prefill", "decode"]
+Step = Literal["prefill", "decode", "draft", "verify"]
 Sampling = Literal["greedy", "sample"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -21,7 +21,7 @@ MAX_LOGIT_BIAS = 512  # the width of the logit_bias stage; entries above are a 4
 class VariantKey:
     """Names one compiled variant. A default of a feature means "absent from the graph".
 
-    `tokens` is the static number of token rows, `rows` of sequences.
+    `tokens` is the static number of token rows, `rows` of sequences, `depth` of drafts a sequence.
     """
 
     step: Step
@@ -30,12 +30,19 @@ class VariantKey:
     sampling: Sampling = "greedy"
     logprobs: bool = False
     logit_bias: bool = False
+    depth: int = 0
+
+    @property
+    def logit_rows(self) -> int:
+        """How many rows of logits are sampled: a verify samples after each of its tokens."""
+        return self.tokens if self.step == "verify" else self.rows
 
     def __str__(self) -> str:
-        """Return e.g. `prefill-256x4/sample+logprobs`."""
+        """Return e.g. `prefill-256x4/sample+logprobs` or `verify-4d2/greedy`."""
         flags = "".join(f"+{f}" for f in ("logprobs", "logit_bias") if getattr(self, f))
         size = f"{self.tokens}x{self.rows}" if self.step == "prefill" else f"{self.rows}"
-        return f"{self.step}-{size}/{self.sampling}{flags}"
+        depth = f"d{self.depth}" if self.depth else ""
+        return f"{self.step}-{size}{depth}/{self.sampling}{flags}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +73,15 @@ class SequencePlan:
     """One sequence's share of a step.
 
     `slot` is its row in the device state. `token_ids` are computed at positions
-    `start .. start + count - 1`; where `token_ids` is None the one token is read from the device
-    (the last one sampled in `slot`), so that a step can be planned before the last one is read.
+    `start .. start + count - 1`; where `token_ids` is None the first is read from the device (the
+    last one sampled in `slot`), so that a step can be planned before the last one is read.
     `pages` cover positions `0 .. start + count - 1`. If `sample`, the step picks the token that
-    follows, as output number `output_index` of the request (the noise depends on it).
+    follows, as output number `output_index` of the request (the noise depends on it). `following`
+    is the token at `start + count` where the request has one already.
+
+    In a `verify` the tokens after the first are the last `draft` of the slot, and one is picked
+    after each. A `draft` stands on the device's own position of the slot: `start` is the furthest
+    that this can be, and only the difference of `output_index` and `start` matters.
     """
 
     slot: int
@@ -80,14 +92,16 @@ class SequencePlan:
     sample: bool
     output_index: int
     sampling: SamplingParams
+    following: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One call of the device, in plain data. Sequences are laid out in this order, no gaps."""
+    """One call of the device, in plain data. `depth` is how far a draft or a verify goes."""
 
     step: Step
     sequences: tuple[SequencePlan, ...]
+    depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +114,24 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step picked: one entry for each sequence of the plan, None where it did not sample."""
+    """What a step picked, for each sequence of the plan: nothing where it did not sample.
 
-    tokens: tuple[int | None, ...]
-    logprobs: tuple[TokenLogprobs | None, ...]
+    A `draft` gives its drafts, a `verify` the accepted ones and the token after them. There are as
+    many `logprobs` where they were asked for, else none. `micros` is the device's time.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...]
+    micros: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorInfo:
-    """What the scheduler must know of an executor. Page 0 is never handed out: padding uses it."""
+    """What the scheduler must know of an executor. Page 0 is never handed out: padding uses it.
+
+    `mtp_depths` are the depths of speculation that it has variants for, ascending; with
+    `mtp_always` nothing else decodes.
+    """
 
     max_rows: int
     max_prefill_tokens: int
@@ -116,28 +139,6 @@ class ExecutorInfo:
     page_size: int
     num_pages: int
     vocab_size: int
-    eos_token_ids: tuple[int, ...] = field(default=())
-
-
-class StepHandle(Protocol):
-    """A step in flight."""
-
-    def result(self) -> StepResult:
-        """Wait for the step and return what it picked; raises what the step raised."""
-
-
-class Executor(Protocol):
-    """Runs steps one after the other, in the order of `submit`; owned by one thread."""
-
-    @property
-    def info(self) -> ExecutorInfo:
-        """The limits that plans must keep."""
-
-    def submit(self, plan: StepPlan) -> StepHandle:
-        """Queue one step and return at once."""
-
-    def compiles_after_ready(self) -> int:
-        """Return how many stages were compiled since the executor said it was ready."""
-
-    def close(self) -> None:
-        """Free the device and join what runs."""
+    eos_token_ids: tuple[int, ...] = ()
+    mtp_depths: tuple[int, ...] = ()
+    mtp_always: bool = False

@@ -22,6 +22,10 @@ class Preset:
     `page_size` the tokens of one KV page, which is also what the prefix cache shares.
     `kv_memory_mib` is what the KV pages may take; 0 means "as much as max_rows full contexts
     need, but at most half of the memory that is free when the weights are loaded".
+
+    `mtp_depths` are how many tokens a round of speculation may guess, ascending; none: the MTP
+    layer is left out. The depth of a round is chosen as it goes, 0 (a plain decode) included; with
+    `mtp_always` it is always the deepest.
     """
 
     name: str
@@ -32,6 +36,8 @@ class Preset:
     page_size: int = 32
     kv_dtype: KvDtype = "float16"
     kv_memory_mib: int = 0
+    mtp_depths: tuple[int, ...] = ()
+    mtp_always: bool = False
     logprobs: bool = True
     logit_bias: bool = True
 
@@ -47,8 +53,13 @@ class Preset:
 
     @property
     def max_pages(self) -> int:
-        """The width of a block table: the pages of one full context."""
-        return -(-self.max_context // self.page_size)
+        """The width of a block table: the pages of one full context, and of drafts behind it."""
+        return -(-self.positions // self.page_size)
+
+    @property
+    def positions(self) -> int:
+        """How many positions a step can name: a draft may look beyond the end of a context."""
+        return self.max_context + max(self.mtp_depths, default=0)
 
 
 def preset_names() -> list[str]:
@@ -107,7 +118,7 @@ def _typed(name: str, key: str, value: Any) -> Any:
     """Check one TOML value against the annotation of the field it sets."""
     wanted = get_type_hints(Preset)[key]
     if wanted == tuple[int, ...]:
-        if isinstance(value, list) and value and all(type(v) is int for v in value):
+        if isinstance(value, list) and all(type(v) is int for v in value):
             return tuple(value)
         raise ConfigError(f"preset '{name}': '{key}' must be a list of integers, got {value!r}")
     if wanted is KvDtype:
@@ -128,9 +139,15 @@ def _validate(preset: Preset) -> None:
             got = getattr(preset, key)
             raise ConfigError(f"preset '{preset.name}': '{key}' must be {rule}, got {got}")
 
-    for key in ("decode_rows", "prefill_tokens"):
+    for key in ("decode_rows", "prefill_tokens", "mtp_depths"):
         sizes = getattr(preset, key)
-        check(sizes == tuple(sorted(set(sizes))) and sizes[0] >= 1, key, "ascending and positive")
+        check(bool(sizes) or key == "mtp_depths", key, "a list of integers, at least one")
+        ascending = sizes == tuple(sorted(set(sizes))) and min(sizes, default=1) >= 1
+        check(ascending, key, "ascending and positive")
+    check(max(preset.mtp_depths, default=0) <= 8, "mtp_depths", "at most 8")
+    check(
+        not preset.mtp_always or bool(preset.mtp_depths), "mtp_always", "false without mtp_depths"
+    )
     check(preset.max_rows <= 256, "decode_rows", "at most 256")
     check(preset.max_prefill_tokens <= 8192, "prefill_tokens", "at most 8192")
     check(preset.page_size in (16, 32, 64), "page_size", "16, 32 or 64")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 from tests.scripted_executor import ScriptedExecutor, small_info
-from trnc.core import Executor
+from trnc.engine.executor import Executor
 from trnc.engine.process import EngineOptions, Report, serve_engine
 
 

@@ -151,7 +151,7 @@ class KvMachine(RuleBasedStateMachine):
     def run(self, data: st.DataObject, steps: int, token: int) -> None:
         request = data.draw(st.sampled_from(self.running))
         for _ in range(steps):
-            if not self.kv.grow(request):
+            if not self.kv.grow(request, request.scheduled + 1):
                 assert self.kv.available == 0
                 return
             page = request.pages[request.scheduled // PAGE]

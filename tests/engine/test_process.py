@@ -19,7 +19,8 @@ import zmq
 
 from tests.engine.driver import submit
 from tests.scripted_executor import ScriptedExecutor, expected_tokens, small_info
-from trnc.core import Executor, SamplingParams
+from trnc.core import SamplingParams
+from trnc.engine.executor import Executor
 from trnc.engine.messages import (
     Abort,
     Delta,

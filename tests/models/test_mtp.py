@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,6 @@ from trnc.compiler.program import (
     Program,
     build_program,
     cache_update,
-    final_norm_call,
     mtp_calls,
 )
 from trnc.compiler.trace import trace_stage
@@ -32,6 +31,7 @@ from trnc.runtime.start import Model, open_model, program_config
 from trnc.runtime.state import allocate_state
 
 TOKENS = torch.randint(0, VOCAB, (30,), generator=torch.Generator().manual_seed(2)).tolist()
+SPECULATING = replace(PRESET, mtp_depths=(1,))
 FAMILIES = pytest.mark.parametrize("family", FAMILIES_WITH_EXPERTS)
 
 
@@ -42,7 +42,7 @@ class Drafter:
     model: Model
 
     def __post_init__(self) -> None:
-        self.config = program_config(self.model, PRESET, "eager", mtp=True)
+        self.config = program_config(self.model, SPECULATING, "eager")
         self.key = VariantKey("prefill", 32, 1)
         with torch.inference_mode():
             weights = bind_weights(
@@ -60,15 +60,18 @@ class Drafter:
             0, start, len(tokens), tuple(tokens), pages, True, 0, SamplingParams()
         )
         plan = StepPlan("prefill", (sequence,))
-        return build_inputs(plan, self.key, max_pages=PRESET.max_pages, spare_slot=PRESET.max_rows)
+        return build_inputs(
+            plan,
+            self.key,
+            max_pages=SPECULATING.max_pages,
+            spare_slot=PRESET.max_rows,
+            speculates=True,
+        )
 
     def states(self, tokens: list[int], start: int) -> Tensor:
         """The target's states after its last norm [n, H]."""
         program = build_program(self.config, self.key)
-        calls = (*program.calls, final_norm_call(self.config, self.key))
-        values = self.runner.evaluate(
-            Program(calls, program.updates, ()), self.inputs(tokens, start)
-        )
+        values = self.runner.evaluate(program, self.inputs(tokens, start))
         return values["value.states"][: len(tokens)]
 
     def draft(self, tokens: list[int], states: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -78,7 +81,7 @@ class Drafter:
         previous = torch.zeros(self.key.tokens, states.shape[1])
         previous[: len(tokens)] = states
         inputs = self.inputs(tokens, start) | {"previous": previous}
-        values = self.runner.evaluate(Program(calls, (update,), ()), inputs)
+        values = self.runner.evaluate(Program((*calls, update), ()), inputs)
         return values["value.states"], values["value.logits"][0]
 
 
@@ -170,12 +173,14 @@ def test_a_checkpoint_without_mtp_says_how_to_do_without(tmp_path: Path) -> None
 def test_every_stage_of_a_draft_can_be_traced(family: str, tmp_path: Path) -> None:
     write_checkpoint(family, tmp_path)
     model = open_model(str(tmp_path), report=lambda line: None)
-    config = program_config(model, PRESET, "inductor", mtp=True)
-    key = VariantKey("prefill", 32, 4)
-    calls = [final_norm_call(config, key), *mtp_calls(config, key)]
-    traced = {call.stage.kind: canonical_text(trace_stage(call.stage)) for call in calls}
-    assert list(traced) == ["final_norm", "mtp_embed", "moe_layer", "mtp_head"]
-    layer = build_program(config, key).calls[LAYERS].stage
+    config = program_config(model, SPECULATING, "inductor")
+    keys = (VariantKey("draft", 4, 4, depth=2), VariantKey("verify", 12, 4, depth=2))
+    draft, verify = (build_program(config, key) for key in keys)
+    specs = dict.fromkeys(call.stage for call in (*draft.calls, *verify.calls[LAYERS + 2 :]))
+    traced = {spec.kind: canonical_text(trace_stage(spec)) for spec in specs}
+    own = ["draft_begin", "mtp_embed", "moe_layer", "mtp_head", "greedy", "draft_next"]
+    assert list(traced) == [*own, "accept", "final_norm", "mtp_cache"]
+    layer = verify.calls[LAYERS].stage
     assert traced["moe_layer"] == canonical_text(trace_stage(layer)), "shared with the model's own"
 
 

@@ -13,7 +13,8 @@ from trnc.compiler.compile import build, plan_build
 from trnc.compiler.manifest import Manifest
 from trnc.compiler.program import ProgramConfig
 from trnc.compiler.store import Store
-from trnc.core import Executor, ExecutorInfo, StepPlan, StepResult, TokenLogprobs
+from trnc.core import ExecutorInfo, StepPlan, StepResult, TokenLogprobs
+from trnc.engine.executor import Executor
 from trnc.engine.loops import plain_loop
 from trnc.engine.messages import Submit, ToEngine
 from trnc.ops.native import Target

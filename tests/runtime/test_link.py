@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.models.tiny import PRESET, tiny_model
 from trnc.compiler.manifest import LinkedCall, LinkedUpdate, Variant
 from trnc.compiler.matrix import variant_matrix
-from trnc.compiler.program import ProgramConfig, build_program
+from trnc.compiler.program import Call, ProgramConfig, build_program
 from trnc.core import VariantKey
 from trnc.models.config import from_hf
 from trnc.models.weights import exact_formats
@@ -43,9 +43,13 @@ def real_variants() -> tuple[Variant, ...]:
     variants = []
     for key in variant_matrix(PRESET):
         program = build_program(config, key)
-        calls = tuple(LinkedCall(c.stage.kind, c.inputs, c.outputs) for c in program.calls)
-        updates = tuple(LinkedUpdate(u.op, u.inputs) for u in program.updates)
-        variants.append(Variant(key, calls, updates, program.outputs))
+        steps = tuple(
+            LinkedCall(step.stage.kind, step.inputs, step.outputs)
+            if isinstance(step, Call)
+            else LinkedUpdate(step.op, step.inputs)
+            for step in program.steps
+        )
+        variants.append(Variant(key, steps, program.outputs))
     return tuple(variants)
 
 
@@ -91,7 +95,8 @@ def test_a_value_that_is_written_again_lives_until_its_last_reader() -> None:
         LinkedCall("layer", ("value.x", "weight.1"), ("value.x",)),
         LinkedCall("layer", ("value.x", "weight.0"), ("value.x", "value.unused")),
     )
-    variant = Variant(key, chain, (LinkedUpdate("kv_write", ("state.s", "value.x")),), ("value.x",))
+    write = LinkedUpdate("kv_write", ("state.s", "value.x"))
+    variant = Variant(key, (*chain, write), ("value.x",))
     program = link([variant], stages=STAGES, updates=UPDATES).programs[key]
     dead = [instruction.dead for instruction in decoded(program)]
     assert dead[0] == dead[1] == dead[3] == []
@@ -118,7 +123,9 @@ def interpret(linked: Linked, program: LinkedProgram) -> list[object]:
 def by_name(variant: Variant) -> list[object]:
     """The same on the variant's names, without slots."""
     values: dict[str, object] = {}
-    for call in variant.calls:
+    for call in variant.steps:
+        if isinstance(call, LinkedUpdate):
+            continue
         arguments = tuple(values.get(name, name) for name in call.inputs)
         for port, name in enumerate(call.outputs):
             values[name] = (STAGES[call.artifact], port, arguments)
@@ -137,7 +144,7 @@ def random_variants(draw: st.DrawFn) -> list[Variant]:
             calls.append(LinkedCall("layer", tuple(inputs), tuple(outputs)))
             known += [name for name in outputs if name not in known]
         outputs = draw(st.lists(st.sampled_from(known[4:]), min_size=1, unique=True))
-        return Variant(VariantKey("decode", index, index), tuple(calls), (), tuple(outputs))
+        return Variant(VariantKey("decode", index, index), tuple(calls), tuple(outputs))
 
     return [one(i) for i in range(draw(st.integers(1, 3)))]
 

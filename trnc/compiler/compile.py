@@ -31,7 +31,7 @@ from trnc.compiler.manifest import (
     write_manifest,
 )
 from trnc.compiler.matrix import variant_matrix
-from trnc.compiler.program import Program, ProgramConfig, build_program, distinct_specs
+from trnc.compiler.program import Call, Program, ProgramConfig, build_program, distinct_specs
 from trnc.compiler.store import ArtifactKey, Store
 from trnc.compiler.trace import trace_stage
 from trnc.core import VariantKey
@@ -230,11 +230,12 @@ def _manifest(plan: BuildPlan) -> Manifest:
     variants = tuple(
         Variant(
             key=key,
-            calls=tuple(
-                LinkedCall(artifact[call.stage], call.inputs, call.outputs)
-                for call in program.calls
+            steps=tuple(
+                LinkedCall(artifact[step.stage], step.inputs, step.outputs)
+                if isinstance(step, Call)
+                else LinkedUpdate(step.op, step.inputs)
+                for step in program.steps
             ),
-            updates=tuple(LinkedUpdate(u.op, u.inputs) for u in program.updates),
             outputs=program.outputs,
         )
         for key, program in plan.programs.items()

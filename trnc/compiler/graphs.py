@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -16,13 +16,13 @@ import msgspec
 
 from trnc.compiler.canonical import source_map
 from trnc.compiler.compile import TracedStage, trace_all
-from trnc.compiler.program import Program, ProgramConfig
+from trnc.compiler.program import Call, Program, ProgramConfig
 from trnc.compiler.sources import recording_sources
 from trnc.core import VariantKey
 from trnc.equiv.lock import PresetGraphs, StageCall, StageText, VariantGraphs
 from trnc.models.config import ModelConfig
 from trnc.models.stage import StageSpec, WeightFormats
-from trnc.presets import load_preset
+from trnc.presets import Preset, load_preset
 
 MODEL_FILE = "model.json"
 
@@ -50,7 +50,7 @@ def write_model(graphs: Path, name: str, model: LockedModel) -> None:
 def traced_graphs(graphs: Path, name: str, preset: str) -> PresetGraphs:
     """Trace every program of a locked model under a shipped preset."""
     locked = read_model(graphs, name)
-    config = ProgramConfig(model=locked.model, formats=locked.formats, preset=load_preset(preset))
+    config = _config(locked, load_preset(preset))
     with recording_sources():
         programs, traced = trace_all(config, report=lambda *_: None)
     stages = {
@@ -59,6 +59,15 @@ def traced_graphs(graphs: Path, name: str, preset: str) -> PresetGraphs:
     }
     variants = tuple(_variant(key, program, traced) for key, program in programs.items())
     return PresetGraphs(model=name, preset=preset, variants=variants, stages=stages)
+
+
+def _config(locked: LockedModel, preset: Preset) -> ProgramConfig:
+    """The MTP layer is part of a configuration only where the preset speculates."""
+    model, formats = locked.model, locked.formats
+    if not preset.mtp_depths:
+        model = replace(model, mtp_layers=0)
+        formats = replace(formats, layers=formats.layers[: model.num_layers])
+    return ProgramConfig(model=model, formats=formats, preset=preset)
 
 
 def _variant(
@@ -73,5 +82,8 @@ def _wiring(program: Program) -> str:
     """A digest of how values are bound to calls, and of the updates of the state."""
     bound = [(call.inputs, call.outputs) for call in program.calls]
     updates = [(update.op, update.inputs) for update in program.updates]
-    text = msgspec.json.encode((bound, updates, program.outputs))
+    parts: list[object] = [bound, updates, program.outputs]
+    if program.steps != (*program.calls, *program.updates):
+        parts.append([isinstance(step, Call) for step in program.steps])
+    text = msgspec.json.encode(parts)
     return hashlib.sha256(text).hexdigest()

@@ -26,8 +26,7 @@ STAGE_FILE = "stage.so"  # of the artifact of a stage
 _SOURCES = ("core.py", "presets.py", "models", "ops", "compiler")
 
 
-@dataclass(frozen=True, slots=True)
-class LinkedCall:
+class LinkedCall(msgspec.Struct, frozen=True, tag="call"):
     """A stage call: the id of the stage's artifact, and the names of its values."""
 
     artifact: str
@@ -35,8 +34,7 @@ class LinkedCall:
     outputs: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LinkedUpdate:
+class LinkedUpdate(msgspec.Struct, frozen=True, tag="update"):
     """A write to the device state by one of our operators."""
 
     op: str
@@ -48,8 +46,7 @@ class Variant:
     """A variant and its program; `outputs` are read back by the host."""
 
     key: VariantKey
-    calls: tuple[LinkedCall, ...]
-    updates: tuple[LinkedUpdate, ...]
+    steps: tuple[LinkedCall | LinkedUpdate, ...]
     outputs: tuple[str, ...]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 
 from trnc.core import Sampling, Step, VariantKey
@@ -14,12 +15,22 @@ def variant_matrix(preset: Preset) -> tuple[VariantKey, ...]:
     A feature that the preset has doubles the variants but hardly the stages: the programs with and
     without it share all but the feature's own stage.
     """
-    buckets: list[tuple[Step, int, int]] = [("decode", r, r) for r in preset.decode_rows]
-    buckets += [("prefill", tokens, preset.max_rows) for tokens in preset.prefill_tokens]
     samplings: tuple[Sampling, ...] = ("greedy", "sample")
     logprobs = (False, True) if preset.logprobs else (False,)
     logit_bias = (False, True) if preset.logit_bias else (False,)
     return tuple(
-        VariantKey(*bucket, *flags)
-        for bucket, flags in product(buckets, product(samplings, logprobs, logit_bias))
+        VariantKey(step, tokens, rows, *flags, depth)
+        for step, tokens, rows, depth in _buckets(preset)
+        for flags in product(samplings, (False,) if step == "draft" else logprobs, logit_bias)
     )
+
+
+def _buckets(preset: Preset) -> Iterator[tuple[Step, int, int, int]]:
+    """Yield each step with its token rows, sequences and depth."""
+    if not preset.mtp_always:
+        yield from (("decode", rows, rows, 0) for rows in preset.decode_rows)
+    yield from (("prefill", tokens, preset.max_rows, 0) for tokens in preset.prefill_tokens)
+    depths = preset.mtp_depths[-1:] if preset.mtp_always else preset.mtp_depths
+    for depth, rows in product(depths, preset.decode_rows):
+        yield "draft", rows, rows, depth
+        yield "verify", rows * (depth + 1), rows, depth

@@ -1,17 +1,19 @@
-"""A variant as a program: a straight line of stage calls, then the updates of the device state.
+"""A variant as a program: a straight line of stage calls and updates of the device state.
 
 Values are named by what they are: `weight.*` (bound once, after loading), `state.*` (lives on the
 device between steps), `input.*` (written by the host for each step), and `value.*` (inside the
 step). Thirty equal layers are thirty calls of one stage with other names bound to its ports.
 
-The state is read by stages and written only by the `Update`s at the end, so a step is pure until
-then, and what a step wrote for tokens that are dropped later never needs undoing.
+The state is read by stages and written only by `Update`s, which come last: so a step is pure until
+then, and what it wrote for tokens that are dropped later never needs undoing. Only a draft writes
+before its end: the MTP layer's keys of drafted tokens, which its next round attends to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from trnc.core import VariantKey
 from trnc.models.cache import cache_layout
@@ -43,9 +45,21 @@ class Update:
 class Program:
     """One variant, ready to link. `outputs` are the values that the host reads back."""
 
-    calls: tuple[Call, ...]
-    updates: tuple[Update, ...]
+    steps: tuple[Call | Update, ...]
     outputs: tuple[str, ...]
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The stage calls, in order."""
+        return tuple(step for step in self.steps if isinstance(step, Call))
+
+    @property
+    def updates(self) -> tuple[Update, ...]:
+        """The writes to the state, in order."""
+        return tuple(step for step in self.steps if isinstance(step, Update))
+
+
+_OVER_LOGITS = frozenset({"head", "logit_bias", "greedy", "sample", "logprobs"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +76,106 @@ class ProgramConfig:
     preset: Preset
     static_buckets: bool = False
 
+    @property
+    def speculates(self) -> bool:
+        """Whether the programs keep what a draft needs."""
+        return bool(self.preset.mtp_depths)
+
     def spec(self, kind: StageKind, key: VariantKey) -> StageSpec:
-        """The spec of a stage at the bucket of `key`; the caller adds what else it depends on."""
+        """The spec of a stage at the bucket of `key`; the caller adds what else it depends on.
+
+        A stage from the logits on has as many rows as there are logits.
+        """
+        rows = key.logit_rows if kind in _OVER_LOGITS else key.rows
         return StageSpec(
             kind=kind,
             model=self.model,
             tokens=key.tokens if self.static_buckets else "tokens",
-            rows=key.rows if self.static_buckets else "rows",
+            rows=rows if self.static_buckets else "rows",
         )
 
 
 def build_program(config: ProgramConfig, key: VariantKey) -> Program:
     """Return the program of one variant."""
+    if key.step == "draft":
+        return draft_program(config, key)
     calls = [_embed(config, key), *_layers(config, key), _head(config, key)]
     calls += _sampling(config, key)
     outputs = ["value.tokens"]
+    if key.step == "verify":
+        calls.append(accept_call(config, key))
+        outputs.append("value.accepted")
+    if config.speculates:
+        calls += cache_calls(config, key)
     if key.logprobs:
         outputs += ["value.logprob", "value.top_ids", "value.top_logprobs"]
-    return Program(calls=tuple(calls), updates=tuple(_updates(config)), outputs=tuple(outputs))
+    return Program(steps=(*calls, *_updates(config, key)), outputs=tuple(outputs))
+
+
+def draft_program(config: ProgramConfig, key: VariantKey) -> Program:
+    """`key.depth` rounds of the MTP layer, each from the state and the token of the one before.
+
+    The layer's keys of a round are written before the next one, which attends to them.
+    """
+    fixed = {"lengths": "state.lengths", "mtp_states": "state.mtp_states"}
+    steps: list[Call | Update] = [_call(config.spec("draft_begin", key), fixed, {})]
+    places = ("positions", "sequences", "output_index")
+    names = {name: f"value.{name}" for name in places} | {
+        "previous": "value.states",
+        "token_ids": "input.slots",  # of no account: every token is taken from a slot
+        "token_slots": "input.slots",
+        "sample_rows": "input.own_rows",
+    }
+    for depth in range(key.depth):
+        draft = f"value.drafts.{depth}"
+        if depth:
+            steps.append(cache_update(config, config.model.num_layers, "value.sequences"))
+            moving = {name: f"value.{name}" for name in places}
+            steps.append(_call(config.spec("draft_next", key), moving, {}))
+            last = f"value.drafts.{depth - 1}"
+            names |= {"last_tokens": last, "token_slots": "input.own_rows"}
+        steps += mtp_calls(config, key, names)
+        steps += _sampling(config, key, names | {"tokens": draft})
+    drafts = tuple(f"value.drafts.{depth}" for depth in range(key.depth))
+    for depth, draft in enumerate(drafts):
+        slots = f"input.draft_slots.{depth}"
+        steps.append(Update("store_tokens", ("state.last_tokens", slots, draft)))
+    return Program(steps=tuple(steps), outputs=drafts)
+
+
+def accept_call(config: ProgramConfig, key: VariantKey) -> Call:
+    """After the sampling of a verify: what of it counts."""
+    bindings = {"tokens": "value.tokens", "last_tokens": "state.last_tokens"}
+    return _call(config.spec("accept", key), bindings, {})
+
+
+def cache_calls(config: ProgramConfig, key: VariantKey) -> Iterator[Call]:
+    """After the sampling: what the MTP layer keeps of every position of the step.
+
+    The token after a row is `input.next_ids`, or the token picked in the row that `input.next_rows`
+    names. The target's states are `value.states`.
+    """
+    yield final_norm_call(config, key)
+    names = {
+        "token_ids": "input.next_ids",
+        "token_slots": "input.next_rows",
+        "last_tokens": "value.tokens",
+        "previous": "value.states",
+    }
+    yield _mtp_embed(config, key, names)
+    index = config.model.num_layers
+    spec = replace(
+        config.spec("mtp_cache", key),
+        rows=0,
+        formats=config.formats.layers[index],
+        kv_dtype=config.preset.kv_dtype,
+        page_size=config.preset.page_size,
+    )
+    ports = build_stage(spec).inputs
+    bindings = {port: f"value.{port}" for port in ("hidden", "cos", "sin")}
+    bindings = {port: f"weight.layers.{index}.{port}" for port in ports} | bindings
+    cache = cache_layout(config.model, config.preset.kv_dtype, config.preset.page_size)
+    yield _call(spec, bindings, {name: f"value.{name}.{index}" for name in cache.new})
 
 
 def distinct_specs(programs: Iterator[Program]) -> tuple[StageSpec, ...]:
@@ -87,7 +183,7 @@ def distinct_specs(programs: Iterator[Program]) -> tuple[StageSpec, ...]:
     return tuple(dict.fromkeys(call.stage for program in programs for call in program.calls))
 
 
-def _call(spec: StageSpec, bindings: dict[str, str], outputs: dict[str, str]) -> Call:
+def _call(spec: StageSpec, bindings: Mapping[str, str], outputs: Mapping[str, str]) -> Call:
     """Bind ports to values. A port without a binding takes the value or input of its own name."""
     stage = build_stage(spec)
     return Call(
@@ -117,23 +213,33 @@ def final_norm_call(config: ProgramConfig, key: VariantKey) -> Call:
     return _call(spec, {"hidden": "value.hidden", "norm": "weight.norm"}, {})
 
 
-def mtp_calls(config: ProgramConfig, key: VariantKey) -> Iterator[Call]:
+def mtp_calls(
+    config: ProgramConfig, key: VariantKey, names: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Call]:
     """One pass of the MTP layer: the states and logits of the rows that sample.
 
-    Row i has the token at position i + 1 and, in `input.previous`, the state at position i; its
+    Row i has the token at position i + 1 and, as `previous`, the state at position i; its
     position and its place in the cache are i. `cache_update` of layer `num_layers` belongs to it.
+    `names` binds ports that are not inputs of the step.
     """
     index = config.model.num_layers
-    own = {name: f"weight.layers.{index}.{name}" for name in ("enorm", "hnorm", "eh_proj")}
-    spec = replace(config.spec("mtp_embed", key), rows=0, formats=config.formats)
-    yield _call(spec, _EMBEDDING | own, {})
-    yield layer_call(config, key, index)
+    yield _mtp_embed(config, key, names)
+    yield layer_call(config, key, index, names)
     bindings = {
+        **names,
         "hidden": "value.hidden",
         "shared_norm": f"weight.layers.{index}.shared_norm",
         "head": _head_weight(config),
     }
-    yield _call(replace(config.spec("mtp_head", key), formats=config.formats), bindings, {})
+    spec = replace(config.spec("mtp_head", key), formats=config.formats)
+    yield _call(spec, bindings, {})
+
+
+def _mtp_embed(config: ProgramConfig, key: VariantKey, names: Mapping[str, str]) -> Call:
+    index = config.model.num_layers
+    own = {name: f"weight.layers.{index}.{name}" for name in ("enorm", "hnorm", "eh_proj")}
+    spec = replace(config.spec("mtp_embed", key), rows=0, formats=config.formats)
+    return _call(spec, {**_EMBEDDING, **own, **names}, {})
 
 
 def _layers(config: ProgramConfig, key: VariantKey) -> Iterator[Call]:
@@ -141,7 +247,12 @@ def _layers(config: ProgramConfig, key: VariantKey) -> Iterator[Call]:
         yield layer_call(config, key, index)
 
 
-def layer_call(config: ProgramConfig, key: VariantKey, index: int) -> Call:
+def layer_call(
+    config: ProgramConfig,
+    key: VariantKey,
+    index: int,
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> Call:
     """Bind one layer to its weights and pages; index `num_layers` is the MTP layer's."""
     preset = config.preset
     spec = replace(
@@ -154,7 +265,8 @@ def layer_call(config: ProgramConfig, key: VariantKey, index: int) -> Call:
     fixed = {name: f"value.{name}" for name in ("hidden", "cos", "sin")}
     fixed |= {name: f"state.{name}.{index}" for name in cache.pages}
     weights = {port: f"weight.layers.{index}.{port}" for port in layer_weights(spec)}
-    return _call(spec, fixed | weights, {name: f"value.{name}.{index}" for name in cache.new})
+    outputs = {name: f"value.{name}.{index}" for name in cache.new}
+    return _call(spec, {**names, **fixed, **weights}, outputs)
 
 
 def _head(config: ProgramConfig, key: VariantKey) -> Call:
@@ -171,30 +283,43 @@ def _head_weight(config: ProgramConfig) -> str:
     return "weight.embed" if config.model.tie_embeddings else "weight.head"
 
 
-def _sampling(config: ProgramConfig, key: VariantKey) -> Iterator[Call]:
+def _sampling(
+    config: ProgramConfig, key: VariantKey, names: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Call]:
+    """From `value.logits` to the picked tokens, `value.tokens` unless `names` says otherwise."""
+
     def spec(kind: StageKind) -> StageSpec:
         return replace(config.spec(kind, key), tokens=0)
 
     logits = "value.logits"
+    tokens = names.get("tokens", "value.tokens")
     if key.logit_bias:
         logits = "value.biased_logits"
         yield _call(spec("logit_bias"), {"logits": "value.logits"}, {"logits": logits})
-    yield _call(spec(key.sampling), {"logits": logits}, {})
+    yield _call(spec(key.sampling), {**names, "logits": logits}, {"tokens": tokens})
     if key.logprobs:
         # Log-probabilities are of the raw logits, before any bias or filter.
-        bindings = {"logits": "value.logits", "tokens": "value.tokens"}
+        bindings = {"logits": "value.logits", "tokens": tokens}
         yield _call(spec("logprobs"), bindings, {})
 
 
-def _updates(config: ProgramConfig) -> Iterator[Update]:
-    for index in range(config.model.num_layers):
+def _updates(config: ProgramConfig, key: VariantKey) -> Iterator[Update]:
+    layers = config.model.num_layers + config.speculates
+    for index in range(layers):
         yield cache_update(config, index)
-    yield Update("store_tokens", ("state.last_tokens", "input.sample_slots", "value.tokens"))
+    slots, tokens = "input.sample_slots", "value.tokens"
+    lengths, rows = "input.lengths", "input.sample_rows"
+    if key.step == "verify":
+        tokens, lengths, rows = "value.next_tokens", "value.lengths", "value.last_rows"
+    yield Update("store_tokens", ("state.last_tokens", slots, tokens))
+    if config.speculates:
+        yield Update("store_tokens", ("state.lengths", slots, lengths))
+        yield Update("store_states", ("state.mtp_states", slots, "value.states", rows))
 
 
-def cache_update(config: ProgramConfig, index: int) -> Update:
+def cache_update(config: ProgramConfig, index: int, sequences: str = "input.sequences") -> Update:
     """The write of what one layer adds to its pages."""
     cache = cache_layout(config.model, config.preset.kv_dtype, config.preset.page_size)
     pages = (f"state.{name}.{index}" for name in cache.pages)
     new = (f"value.{name}.{index}" for name in cache.new)
-    return Update(cache.write, (*pages, *new, "input.block_tables", "input.sequences"))
+    return Update(cache.write, (*pages, *new, "input.block_tables", sequences))

@@ -1,7 +1,7 @@
 """The KV pages of the running requests: the page pool and the prefix tree, taken together.
 
 A request is admitted with pages for every token that it has, so prefill never waits for a page;
-then `grow` gives it one more when decode reaches the end of its last page. `absorb` hands each
+then `grow` gives it more when it decodes past the end of its last page. `absorb` hands each
 full page over to the tree as soon as the step that filled it has ended, so that a request that
 comes later, and this one when it comes back after a preemption, finds it there.
 
@@ -48,13 +48,12 @@ class KvCache:
         request.scheduled = request.computed = node.depth * self._page_size
         return True
 
-    def grow(self, request: Request) -> bool:
-        """Make sure that the next position has a page; False if none can be had."""
-        if request.scheduled < len(request.pages) * self._page_size:
-            return True
-        if not self.available:
+    def grow(self, request: Request, end: int) -> bool:
+        """Make sure that positions `0 .. end - 1` have pages; False if too few can be had."""
+        need = -(-end // self._page_size) - len(request.pages)
+        if need > self.available:
             return False
-        request.pages.append(self._take())
+        request.pages += [self._take() for _ in range(need)]
         return True
 
     def absorb(self, request: Request) -> None:

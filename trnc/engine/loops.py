@@ -38,7 +38,10 @@ A plan is thus made with one step unread. What makes this right:
    computed for it is not counted, for the pages are gone.
 6. *Pages that two requests both filled.* At a commit a request may give up its own full page for
    an equal one in the tree. Step n+1 still reads the old one: rule 3 again.
-7. *A step that raises.* If it raises an EngineError, the step's requests fail and the executor is
+7. *A verify is not read yet.* Only a draft is planned behind it: the device knows how many drafts
+   it accepted, and so at which position the next round begins. Its pages are taken for the case
+   that all were.
+8. *A step that raises.* If it raises an EngineError, the step's requests fail and the executor is
    sound: the loop goes on, and step n+1's rows of the failed requests are stale rows (they may have
    read a token or a page that was never written; their results are dropped). Any other
    exception leaves the loop: nothing is known about the device any more.
@@ -52,7 +55,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from trnc.core import Executor, StepHandle, StepPlan, StepResult
+from trnc.core import StepPlan, StepResult
+from trnc.engine.executor import Executor, StepHandle
 from trnc.engine.messages import (
     Abort,
     Deltas,
@@ -177,6 +181,10 @@ class Engine:
             preemptions=counters.preemptions,
             prefill_steps=counters.prefill_steps,
             decode_steps=counters.decode_steps,
+            draft_steps=counters.draft_steps,
+            verify_steps=counters.verify_steps,
+            drafted=tuple(counters.drafted),
+            accepted=tuple(counters.accepted),
             device_seconds=self._device_seconds,
             host_seconds=self._clock() - self._began - self._waited,
             compiles_after_ready=self._executor.compiles_after_ready(),

@@ -77,7 +77,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request, in order. The last one has a `finish_reason`.
 
     The token that ended the text (eos or a stop id) is in `token_ids` too, as `stop_token_id`.
-    `logprobs` is as long as `token_ids` when the request asked for them, else empty.
+    `logprobs` is as long as `token_ids` when the request asked for them, else empty. Of the tokens
+    so far, `drafted_tokens` were guessed by speculation and `accepted_tokens` of these were right.
     """
 
     request_id: str
@@ -86,6 +87,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Deltas(msgspec.Struct, frozen=True, tag=True):
@@ -113,7 +116,11 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):
-    """Counters since the start, and gauges of now. Times are in seconds."""
+    """Counters since the start, and gauges of now. Times are in seconds.
+
+    `drafted` and `accepted` count the drafts that were checked and that were right, by how far
+    ahead they were: the first entry is of the token after the next.
+    """
 
     running: int
     waiting: int
@@ -126,6 +133,10 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     preemptions: int
     prefill_steps: int
     decode_steps: int
+    draft_steps: int
+    verify_steps: int
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
     device_seconds: float
     host_seconds: float
     compiles_after_ready: int

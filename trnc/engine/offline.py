@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from trnc.core import Executor
+from trnc.engine.executor import Executor
 from trnc.engine.messages import Delta, Submit
 from trnc.engine.scheduler import Scheduler
 

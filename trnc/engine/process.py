@@ -27,7 +27,8 @@ from types import FrameType
 import msgspec
 import zmq
 
-from trnc.core import Executor, ExecutorInfo
+from trnc.core import ExecutorInfo
+from trnc.engine.executor import Executor
 from trnc.engine.loops import Engine, overlapped_loop, plain_loop
 from trnc.engine.messages import (
     Failed,

@@ -4,6 +4,9 @@
 plans, so there are two counts of the positions whose KV is written: `scheduled` (some step that
 was planned writes them) and `computed` (a step that has ended wrote them); and `pending` output
 tokens were planned to be sampled but have not been read.
+
+While a verify is in flight, `scheduled` and `pending` take all of its drafts for accepted;
+`speculated` of the pending tokens may turn out not to exist. Its commit takes them back.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ class Request:
     tree: the first `node.depth` of `pages` are the tree's, the others are its own. `table` is what
     the last plan had of `pages`, so that the next one need not copy them; who replaces a page
     empties it. `leader` is a request with the same prompt whose prefill this one waits for; it is
-    let go at the first admission.
+    let go at the first admission. `primed`: the slot holds its last token, and the state that a
+    draft starts from. `drafts` are on the device for the next verify. `drafted` and `accepted` are
+    totals.
     """
 
     request_id: str
@@ -45,6 +50,11 @@ class Request:
     scheduled: int = 0
     computed: int = 0
     pending: int = 0
+    speculated: int = 0
+    primed: bool = False
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
     ended: bool = False
 
     @property
@@ -59,8 +69,20 @@ class Request:
 
     @property
     def can_decode(self) -> bool:
-        """Whether one position leads to the next token, and that token is wanted."""
-        return self.remaining == 1 and self.next_output < self.max_tokens
+        """Whether one known position leads to the next token, and that token is wanted."""
+        return self.remaining == 1 and not self.speculated and self.next_output < self.max_tokens
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether the device can draft, and two more tokens are wanted, if not more."""
+        least = self.next_output - self.speculated
+        ready = self.primed and not self.drafts and self.remaining == 1
+        return ready and least + 1 < self.max_tokens
+
+    @property
+    def most_positions(self) -> int:
+        """How many positions can ever be computed: the last output token never is."""
+        return self.prompt_tokens + self.max_tokens - 1
 
 
 def new_request(message: Submit, info: ExecutorInfo) -> Request:

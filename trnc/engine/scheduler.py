@@ -11,6 +11,10 @@ running decodes for longer than one chunk, nor do they stop a new request. A pre
 chunks of several requests; whoever has one position left before its next token goes into a decode
 step, whether that position is of its prompt or its output.
 
+With speculation a round of generation is a draft, in which the device guesses tokens, and a verify,
+which computes them all and keeps those that are right; `depth.py` says how many. A verify may be
+followed by a draft before it is read, for the device knows where it ended, but by nothing else.
+
 `plan` may run ahead of `commit` (the overlapped loop has two steps in flight). Then a decode is
 planned for a token that the host has not read. What the scheduler knows ahead it uses
 (`max_tokens`); what it does not (a stop token, an abort, an error) leaves a row in flight whose
@@ -24,7 +28,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from trnc.core import (
@@ -36,6 +40,7 @@ from trnc.core import (
     StepResult,
     TokenLogprobs,
 )
+from trnc.engine.depth import DepthPolicy
 from trnc.engine.kv import KvCache
 from trnc.engine.messages import QUEUE_FULL, Delta, Failed, Submit
 from trnc.engine.request import Request, new_request
@@ -43,17 +48,25 @@ from trnc.errors import RequestError
 
 
 class Row(NamedTuple):
-    """One request's part of a step in flight; `end` positions are computed when it has ended."""
+    """One request's part of a step in flight, planned after `preemptions` of them.
+
+    A verify checks `drafts` tokens of it.
+    """
 
     request: Request
     preemptions: int
-    end: int
     plan: SequencePlan
+    drafts: int = 0
+
+    @property
+    def lost(self) -> bool:
+        """Whether a preemption since has given back what the step writes."""
+        return self.preemptions != self.request.preemptions
 
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start; what they mean is in `messages.Stats`."""
+    """Totals since the start; what they mean is in `messages.Stats`. Drafts are by position."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -62,6 +75,21 @@ class Counters:
     preemptions: int = 0
     prefill_steps: int = 0
     decode_steps: int = 0
+    draft_steps: int = 0
+    verify_steps: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def count_drafts(self, checked: int, accepted: int) -> None:
+        """Count the drafts of one sequence: how many were checked, and how many were right."""
+        self.drafted += [0] * (checked - len(self.drafted))
+        self.accepted += [0] * (checked - len(self.accepted))
+        for position in range(checked):
+            self.drafted[position] += 1
+            self.accepted[position] += position < accepted
+
+
+Planned = tuple[Step, int, list[Row]]  # the step, its depth, its rows; no rows: nothing to do
 
 
 class Scheduler:
@@ -77,6 +105,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._free_slots = list(range(info.max_rows))
         self._in_flight: deque[tuple[StepPlan, list[Row]]] = deque()
+        self._depths = DepthPolicy(depths=info.mtp_depths, always=info.mtp_always)
         self._last_step: Step = "decode"
 
     @property
@@ -122,13 +151,14 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Return the next step, or None if there is nothing to do before the next `commit`."""
-        turns: tuple[Step, ...] = ("prefill", "decode")
-        if self._last_step == "prefill":
-            turns = ("decode", *turns)  # again at the end, for those whom the prefill turn admits
-        for step in turns:
-            rows = self._plan_prefill() if step == "prefill" else self._plan_decode()
+        turns = [self._plan_prefill, self._plan_generation]
+        if self._last_step in ("prefill", "draft"):
+            # Again at the end, for those whom the prefill turn admits.
+            turns.insert(0, self._plan_generation)
+        for turn in turns:
+            step, depth, rows = turn()
             if rows:
-                plan = StepPlan(step, tuple(row.plan for row in rows))
+                plan = StepPlan(step, tuple(row.plan for row in rows), depth)
                 self._in_flight.append((plan, rows))
                 self._last_step = step
                 return plan
@@ -137,21 +167,15 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Delta]:
         """Take in the result of the oldest step in flight, which must be `plan`."""
-        deltas = []
         rows = self._land(plan)
-        for row, token, logprobs in zip(rows, result.tokens, result.logprobs, strict=True):
-            if row.request.ended:
-                continue
-            if row.preemptions == row.request.preemptions:
-                row.request.computed = row.end
-                self.kv.absorb(row.request)
-            if row.plan.sample:
-                assert token is not None, "the executor returns a token for each row that samples"
-                deltas.append(self._accept(row.request, token, logprobs))
-        if plan.step == "prefill":
-            self.counters.prefill_steps += 1
-        else:
-            self.counters.decode_steps += 1
+        self._count(plan, rows, result)
+        if plan.step == "draft":
+            return []
+        deltas = []
+        for row, tokens, logprobs in zip(rows, result.tokens, result.logprobs, strict=True):
+            if not row.request.ended:
+                delta = self._commit_row(row, tokens, logprobs)
+                deltas += [delta] if delta is not None else []
         return deltas
 
     def fail(self, plan: StepPlan, message: str) -> list[Failed]:
@@ -167,7 +191,7 @@ class Scheduler:
             return math.inf
         return self._max_waiting + len(self._free_slots)
 
-    def _plan_prefill(self) -> list[Row]:
+    def _plan_prefill(self) -> Planned:
         rows: list[Row] = []
         budget = self._info.max_prefill_tokens
         position = 0
@@ -178,38 +202,93 @@ class Scheduler:
                 count = min(request.remaining, budget)
                 budget -= count
                 rows.append(self._row(request, count))
-        return rows
+        return "prefill", 0, rows
 
-    def _plan_decode(self) -> list[Row]:
+    def _plan_generation(self) -> Planned:
+        """A decode, or the next half of a round of speculation."""
+        if drafted := max((r.drafts for r in self.running if r.can_decode), default=0):
+            return "verify", drafted, self._plan_next_tokens()
+        depth = self._depths.choose(sum(r.remaining == 1 for r in self.running))
+        if depth and (rows := self._plan_draft(depth)):
+            return "draft", depth, rows
+        if self._info.mtp_always:
+            return "verify", depth, self._plan_next_tokens()
+        return "decode", 0, self._plan_next_tokens()
+
+    def _plan_next_tokens(self) -> list[Row]:
+        """Rows of a decode or a verify: the last token of each request, and its drafts."""
         rows: list[Row] = []
         position = 0
         while position < len(self.running):  # a preemption cuts off the end
             request = self.running[position]
             position += 1
-            if request.can_decode and self._make_room(request):
-                rows.append(self._row(request, 1))
+            if not request.can_decode:
+                continue
+            count = 1 + min(request.drafts, request.max_tokens - request.next_output - 1)
+            if self._make_room(request, request.scheduled + count):
+                rows.append(self._row(request, count))
+        return rows
+
+    def _plan_draft(self, depth: int) -> list[Row]:
+        """Rows of a draft, with pages for all that its verify computes if it accepts everything."""
+        rows: list[Row] = []
+        position = 0
+        while position < len(self.running):
+            request = self.running[position]
+            position += 1
+            end = min(request.scheduled + depth + 1, request.most_positions)
+            if request.can_draft and self._make_room(request, end):
+                rows.append(self._draft_row(request, depth, end))
         return rows
 
     def _row(self, request: Request, count: int) -> Row:
         """Schedule the next `count` positions of a running request."""
-        assert request.slot is not None, "only running requests are scheduled"
         start, end = request.scheduled, request.scheduled + count
-        pages = -(-end // self._info.page_size)
-        if len(request.table) != pages:
-            request.table = tuple(request.pages[:pages])
+        known = request.token_ids[start:end]
         plan = SequencePlan(
-            slot=request.slot,
+            slot=self._slot(request),
             start=start,
             count=count,
-            token_ids=None if request.pending else tuple(request.token_ids[start:end]),
-            pages=request.table,
-            sample=count == request.remaining,
+            token_ids=None if request.pending else tuple(known),
+            pages=self._table(request, end),
+            sample=count >= request.remaining,
+            output_index=request.next_output,
+            sampling=request.sampling,
+            following=request.token_ids[end] if end < len(request.token_ids) else None,
+        )
+        request.scheduled = end
+        drafts = count - 1 if request.drafts else 0
+        if plan.sample:
+            request.pending += 1 + drafts
+            request.speculated += drafts
+        request.primed = plan.sample
+        request.drafts = 0
+        return Row(request, request.preemptions, plan, drafts)
+
+    def _draft_row(self, request: Request, depth: int, end: int) -> Row:
+        request.drafts = depth
+        plan = SequencePlan(
+            slot=self._slot(request),
+            start=request.scheduled,
+            count=depth,
+            token_ids=None,
+            pages=self._table(request, end),
+            sample=True,
             output_index=request.next_output,
             sampling=request.sampling,
         )
-        request.scheduled = end
-        request.pending += plan.sample
-        return Row(request, request.preemptions, end, plan)
+        return Row(request, request.preemptions, plan)
+
+    def _table(self, request: Request, end: int) -> tuple[int, ...]:
+        """The pages of positions `0 .. end - 1`, the same object as long as they do not change."""
+        pages = -(-end // self._info.page_size)
+        if len(request.table) != pages:
+            request.table = tuple(request.pages[:pages])
+        return request.table
+
+    def _slot(self, request: Request) -> int:
+        assert request.slot is not None, "only running requests are scheduled"
+        return request.slot
 
     def _admit_next(self) -> bool:
         """Let the oldest request that waits run, if a slot and pages for all its tokens are free.
@@ -247,9 +326,9 @@ class Scheduler:
         size = self._info.page_size
         return leader.computed < (request.prompt_tokens - 1) // size * size
 
-    def _make_room(self, request: Request) -> bool:
-        """Get the page of the request's next position; False if it was preempted itself."""
-        while not self.kv.grow(request):
+    def _make_room(self, request: Request, end: int) -> bool:
+        """Get pages for positions `0 .. end - 1`; False if the request was preempted itself."""
+        while not self.kv.grow(request, end):
             newest = self.running.pop()
             self._vacate(newest)
             newest.preemptions += 1
@@ -260,34 +339,78 @@ class Scheduler:
         return True
 
     def _vacate(self, request: Request) -> None:
-        assert request.slot is not None, "only running requests have a slot"
         self.kv.release(request)
-        heapq.heappush(self._free_slots, request.slot)
+        heapq.heappush(self._free_slots, self._slot(request))
         request.slot = None
+        request.primed = False
+        request.drafts = 0
 
-    def _accept(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> Delta:
-        """Take one sampled token; the request may have been preempted meanwhile."""
-        request.pending -= 1
-        request.token_ids.append(token)
-        self.counters.output_tokens += 1
-        wants_logprobs = request.sampling.logprobs is not None
-        stopped = token in request.stop_token_ids
-        reason: FinishReason | None = None
-        if stopped:
-            reason = "stop"
-        elif len(request.token_ids) - request.prompt_tokens >= request.max_tokens:
-            reason = "length"
+    def _commit_row(
+        self, row: Row, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]
+    ) -> Delta | None:
+        """Take in what a step computed and picked; the request may have been preempted since."""
+        request, plan = row.request, row.plan
+        missing = 0
+        if plan.sample:
+            assert tokens, "the executor returns a token for each row that samples"
+            missing = 1 + row.drafts - len(tokens)
+            request.pending -= 1 + row.drafts
+            request.speculated -= row.drafts
+        taken, reason = _until_end(request, tokens)
+        request.token_ids += taken
+        if not row.lost:
+            request.scheduled -= missing
+            # What an accepted run has behind the end of the text is in the pages, but no token.
+            request.computed = min(plan.start + plan.count - missing, len(request.token_ids))
+            self.kv.absorb(request)
+        return self._delta(row, taken, logprobs, reason) if plan.sample else None
+
+    def _delta(
+        self,
+        row: Row,
+        tokens: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        reason: FinishReason | None,
+    ) -> Delta:
+        request = row.request
+        self.counters.output_tokens += len(tokens)
+        if row.drafts:
+            request.drafted += row.drafts
+            request.accepted += len(tokens) - 1
         if reason is not None:
             self._end(request)
             self.counters.finished += 1
         return Delta(
             request_id=request.request_id,
-            token_ids=(token,),
-            logprobs=(logprobs,) if wants_logprobs and logprobs is not None else (),
+            token_ids=tokens,
+            logprobs=logprobs[: len(tokens)] if request.sampling.logprobs is not None else (),
             finish_reason=reason,
-            stop_token_id=token if stopped else None,
+            stop_token_id=tokens[-1] if reason == "stop" else None,
             cached_tokens=request.cached_tokens,
+            drafted_tokens=request.drafted,
+            accepted_tokens=request.accepted,
         )
+
+    def _count(self, plan: StepPlan, rows: list[Row], result: StepResult) -> None:
+        """Count a step, and tell the policy of depths what it gave and cost."""
+        match plan.step:
+            case "prefill":
+                self.counters.prefill_steps += 1
+            case "decode":
+                self.counters.decode_steps += 1
+                self._depths.decoded(len(rows), result.micros)
+            case "draft":
+                self.counters.draft_steps += 1
+                self._depths.drafted(result.micros)
+            case "verify":
+                self.counters.verify_steps += 1
+                outcomes = [
+                    (row.drafts, len(tokens) - 1)
+                    for row, tokens in zip(rows, result.tokens, strict=True)
+                ]
+                for outcome in outcomes:
+                    self.counters.count_drafts(*outcome)
+                self._depths.verified(len(rows), plan.depth, result.micros, outcomes)
 
     def _end(self, request: Request) -> None:
         request.ended = True
@@ -302,3 +425,14 @@ class Scheduler:
         oldest, rows = self._in_flight.popleft()
         assert oldest is plan, "steps end in the order in which they were planned"
         return rows
+
+
+def _until_end(
+    request: Request, tokens: tuple[int, ...]
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    """Cut picked tokens where the text ends, if it does, and say why it does."""
+    wanted = request.prompt_tokens + request.max_tokens - len(request.token_ids)
+    for index, token in enumerate(tokens[:wanted]):
+        if token in request.stop_token_ids:
+            return tokens[: index + 1], "stop"
+    return tokens[:wanted], "length" if wanted <= len(tokens) else None

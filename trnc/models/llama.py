@@ -60,27 +60,37 @@ def embed_stage(spec: StageSpec) -> Stage:
 
 
 def attend(spec: StageSpec, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """The attention half of a layer: the hidden states, and the step's own K and V rows.
+    """The attention half of a layer: the hidden states, and the step's own K and V rows."""
+    model, t = spec.model, tensors
+    q, k_new, v_new = project(spec, tensors)
+    paged = (t["k_pages"], t["v_pages"], t["block_tables"], t["sequences"])
+    attended = ops.paged_attention(q, k_new, v_new, *paged, model.head_dim**-0.5)
+    flat, format = attended.flatten(1), spec.layer_formats.o
+    out = ops.linear(flat, t["o"], t.get("o_bias"), format, model.hidden_size)
+    return t["hidden"] + out, k_new, v_new
+
+
+PROJECTED = ("attn_norm", "qkv", "qkv_bias", "q_norm", "k_norm")  # the weights that `project` takes
+
+
+def project(spec: StageSpec, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """The queries [T, Hq, D] of a layer, and its K and V rows for the cache.
 
     K and V are rounded to the cache's dtype before they are attended, so that a key has the same
     bits whether it comes from this step or from the pages.
     """
     model, t = spec.model, tensors
-    formats = spec.layer_formats
     kv_dtype = TensorSpec((), spec.kv_dtype).torch_dtype
-    hidden, cos, sin = t["hidden"], t["cos"], t["sin"]
-    normed = ops.rms_norm(hidden, t["attn_norm"], model.rms_eps)
-    fused = ops.linear(normed, t["qkv"], t.get("qkv_bias"), formats.qkv, _qkv_width(model))
+    cos, sin = t["cos"], t["sin"]
+    normed = ops.rms_norm(t["hidden"], t["attn_norm"], model.rms_eps)
+    format = spec.layer_formats.qkv
+    fused = ops.linear(normed, t["qkv"], t.get("qkv_bias"), format, _qkv_width(model))
     q, k, v = _split_heads(fused, model)
     if model.qk_norm:
         q = _head_norm(q, t["q_norm"], model.rms_eps)
         k = _head_norm(k, t["k_norm"], model.rms_eps)
-    q = rotate(q, cos, sin)
     k_new, v_new = cache_rows(rotate(k, cos, sin), kv_dtype), cache_rows(v, kv_dtype)
-    paged = (t["k_pages"], t["v_pages"], t["block_tables"], t["sequences"])
-    attended = ops.paged_attention(q, k_new, v_new, *paged, model.head_dim**-0.5)
-    out = ops.linear(attended.flatten(1), t["o"], t.get("o_bias"), formats.o, model.hidden_size)
-    return hidden + out, k_new, v_new
+    return rotate(q, cos, sin), k_new, v_new
 
 
 def feed_forward(spec: StageSpec, hidden: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:

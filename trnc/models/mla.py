@@ -28,23 +28,33 @@ def attend(spec: StageSpec, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]
     """The attention half of a layer: the hidden states, and the step's own latents [T, W]."""
     model, formats, t = spec.model, spec.layer_formats, tensors
     mla = _mla(model)
-    normed = ops.rms_norm(t["hidden"], t["attn_norm"], model.rms_eps)
-    fused = ops.linear(normed, t["qkv"], None, formats.qkv, _down_width(model))
-    q, latent, k_rope = fused.split([_q_width(model), mla.kv_rank, mla.rope_dim], dim=1)
+    q, latent_new = project(spec, tensors)
     if mla.q_rank is not None:
         q = ops.rms_norm(q.contiguous(), t["q_a_norm"], LATENT_EPS)
         q = ops.linear(q, t["q_up"], None, formats.q_up, model.num_heads * mla.head_dim)
     absorbed = _absorb(spec, q.unflatten(1, (model.num_heads, mla.head_dim)), t)
-    latent = ops.rms_norm(latent.contiguous(), t["kv_a_norm"], LATENT_EPS)
-    k_rope = rotate(k_rope.unsqueeze(1), t["cos"], t["sin"]).squeeze(1)
-    # Rounded to the cache's dtype before it is attended, as in trnc.models.llama.
-    row = torch.cat((latent, k_rope), dim=1).unsqueeze(1)
-    latent_new = cache_rows(row, TensorSpec((), spec.kv_dtype).torch_dtype).squeeze(1)
     paged = (t["latent_pages"], t["block_tables"], t["sequences"])
     summed = ops.latent_attention(absorbed, latent_new, *paged, mla.scale, mla.kv_rank)
     attended = ops.head_linear(summed, t["v_up"], formats.v_up, mla.value_dim)
     out = ops.linear(attended.flatten(1), t["o"], None, formats.o, model.hidden_size)
     return t["hidden"] + out, latent_new
+
+
+PROJECTED = ("attn_norm", "qkv", "kv_a_norm")  # the weights that `project` takes
+
+
+def project(spec: StageSpec, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """The queries of a layer, or their latents, [T, q_width], and its latent rows for the cache."""
+    model, t = spec.model, tensors
+    mla = _mla(model)
+    normed = ops.rms_norm(t["hidden"], t["attn_norm"], model.rms_eps)
+    fused = ops.linear(normed, t["qkv"], None, spec.layer_formats.qkv, _down_width(model))
+    q, latent, k_rope = fused.split([_q_width(model), mla.kv_rank, mla.rope_dim], dim=1)
+    latent = ops.rms_norm(latent.contiguous(), t["kv_a_norm"], LATENT_EPS)
+    k_rope = rotate(k_rope.unsqueeze(1), t["cos"], t["sin"]).squeeze(1)
+    # Rounded to the cache's dtype before it is attended, as in trnc.models.llama.
+    row = torch.cat((latent, k_rope), dim=1).unsqueeze(1)
+    return q, cache_rows(row, TensorSpec((), spec.kv_dtype).torch_dtype).squeeze(1)
 
 
 def attention_weights(spec: StageSpec) -> dict[str, TensorSpec]:

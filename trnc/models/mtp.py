@@ -9,7 +9,9 @@ The layer is a stage of `trnc.models.layer` with pages of its own. A further ste
 z_i for h, after the norm, and the drafted token. Row i stands at position i, as in the target, so
 both use one block table; rope sees differences of positions only. E and the head are the model's.
 
-So a draft is mtp_embed -> moe_layer -> mtp_head, and `final_norm` gives it the target's h.
+So a round of a draft is mtp_embed -> layer -> mtp_head, and `final_norm` gives it the target's h.
+The keys and values of the MTP layer depend on its input alone. So a step of the target, which knows
+h_i and t_{i+1} at all of its positions, adds them by mtp_embed -> mtp_cache: there is never a gap.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ import torch
 from torch import Tensor
 
 from trnc import ops
+from trnc.models import llama, mla
+from trnc.models.cache import cache_layout
+from trnc.models.layer import layer_weights
 from trnc.models.llama import embed_stage
 from trnc.models.stage import Stage, StageSpec, TensorSpec, WeightFormats, packed_spec
 
@@ -52,6 +57,28 @@ def mtp_embed_stage(spec: StageSpec) -> Stage:
         "eh_proj": packed_spec(format, model.hidden_size, 2 * model.hidden_size),
     }
     return Stage(function=mtp_embed, inputs=embed.inputs | inputs, outputs=("hidden", "cos", "sin"))
+
+
+def mtp_cache_stage(spec: StageSpec) -> Stage:
+    """The input of the MTP layer [T, H] to its rows in the cache, without attending."""
+    model = spec.model
+    module = llama if model.mla is None else mla
+
+    def mtp_cache(**tensors: Tensor) -> tuple[Tensor, ...]:
+        _, *new = module.project(spec, tensors)
+        return tuple(new)
+
+    half = model.rope.dim // 2
+    inputs = {
+        "hidden": TensorSpec((spec.tokens, model.hidden_size)),
+        "cos": TensorSpec((spec.tokens, half)),
+        "sin": TensorSpec((spec.tokens, half)),
+    }
+    weights = {
+        port: tensor for port, tensor in layer_weights(spec).items() if port in module.PROJECTED
+    }
+    outputs = cache_layout(model, spec.kv_dtype, spec.page_size).new
+    return Stage(function=mtp_cache, inputs=inputs | weights, outputs=outputs)
 
 
 def final_norm_stage(spec: StageSpec) -> Stage:

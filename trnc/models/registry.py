@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from trnc.models import llama, mtp, sampling
+from trnc.models import llama, mtp, sampling, speculation
 from trnc.models.layer import layer_stage
 from trnc.models.stage import Stage, StageKind, StageSpec
 
@@ -15,7 +15,11 @@ _BUILDERS: Mapping[StageKind, Callable[[StageSpec], Stage]] = {
     "head": llama.head_stage,
     "final_norm": mtp.final_norm_stage,
     "mtp_embed": mtp.mtp_embed_stage,
+    "mtp_cache": mtp.mtp_cache_stage,
     "mtp_head": mtp.mtp_head_stage,
+    "accept": speculation.accept_stage,
+    "draft_begin": speculation.draft_begin_stage,
+    "draft_next": speculation.draft_next_stage,
     "logit_bias": sampling.logit_bias_stage,
     "greedy": sampling.greedy_stage,
     "sample": sampling.sample_stage,

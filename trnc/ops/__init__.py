@@ -10,9 +10,10 @@ from trnc.ops.moe import experts, head_linear, route
 from trnc.ops.norm import rms_norm, silu_mul
 from trnc.ops.packing import pack, packed_shape, unpack
 from trnc.ops.sampling import logit_bias, logprobs, sample, sample_greedy
-from trnc.ops.state import store_tokens
+from trnc.ops.state import accept_drafts, store_states, store_tokens
 
 __all__ = [
+    "accept_drafts",
     "embedding",
     "experts",
     "head_linear",
@@ -32,6 +33,7 @@ __all__ = [
     "sample",
     "sample_greedy",
     "silu_mul",
+    "store_states",
     "store_tokens",
     "unpack",
 ]

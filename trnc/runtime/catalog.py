@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from trnc.core import Sampling, Step, StepPlan, VariantKey
 from trnc.errors import EngineError
 
-_Kind = tuple[Step, Sampling, bool, bool]
+_Kind = tuple[Step, int, Sampling, bool, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Catalog:
         """Sort the keys by what they can do, so that a choice looks at the buckets only."""
         by_kind: dict[_Kind, list[VariantKey]] = {}
         for key in self.keys:
-            kind = (key.step, key.sampling, key.logprobs, key.logit_bias)
+            kind = (key.step, key.depth, key.sampling, key.logprobs, key.logit_bias)
             by_kind.setdefault(kind, []).append(key)
         object.__setattr__(self, "_by_kind", by_kind)
 
@@ -41,16 +41,17 @@ class Catalog:
         logprobs = logit_bias = False
         tokens = 0
         for sequence in plan.sequences:
-            tokens += sequence.count
+            tokens += sequence.count if plan.step == "prefill" else 1
             if sequence.sample:
                 sampling = sequence.sampling
                 mode = "sample" if sampling.temperature else mode
-                logprobs = logprobs or sampling.logprobs is not None
+                logprobs = logprobs or (sampling.logprobs is not None and plan.step != "draft")
                 logit_bias = logit_bias or bool(sampling.logit_bias)
-        for key in self._by_kind.get((plan.step, mode, logprobs, logit_bias), ()):
+        kind = (plan.step, plan.depth, mode, logprobs, logit_bias)
+        for key in self._by_kind.get(kind, ()):
             if key.tokens >= tokens and key.rows >= len(plan.sequences):
                 return key
         raise EngineError(
             f"no compiled variant runs a {plan.step} of {tokens} tokens in {len(plan.sequences)} "
-            f"sequences ({mode}, logprobs={logprobs}, logit_bias={logit_bias})"
+            f"sequences ({mode}, logprobs={logprobs}, logit_bias={logit_bias}, depth={plan.depth})"
         )

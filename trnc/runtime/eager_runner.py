@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from trnc.compiler.program import Program, ProgramConfig, build_program
+from trnc.compiler.program import Program, ProgramConfig, Update, build_program
 from trnc.core import VariantKey
 from trnc.models.registry import build_stage
 from trnc.ops.library import reference_mode
@@ -50,15 +50,14 @@ class EagerRunner:
         """Run a program and return all its values by name, `value.logits` among them."""
         values = self._tensors | {f"input.{name}": tensor for name, tensor in inputs.items()}
         with torch.inference_mode(), self._operators():
-            for call in program.calls:
-                stage = build_stage(call.stage)
-                arguments = {
-                    port: values[name] for port, name in zip(stage.inputs, call.inputs, strict=True)
-                }
-                outputs = stage.function(**arguments)
-                values |= zip(call.outputs, map(self._widen, outputs), strict=True)
-            for update in program.updates:
-                getattr(torch.ops.trnc, update.op)(*(values[name] for name in update.inputs))
+            for step in program.steps:
+                arguments = [values[name] for name in step.inputs]
+                if isinstance(step, Update):
+                    getattr(torch.ops.trnc, step.op)(*arguments)
+                    continue
+                stage = build_stage(step.stage)
+                outputs = stage.function(**dict(zip(stage.inputs, arguments, strict=True)))
+                values |= zip(step.outputs, map(self._widen, outputs), strict=True)
         return values
 
     def _widen(self, tensor: Tensor) -> Tensor:

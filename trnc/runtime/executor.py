@@ -11,7 +11,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -26,11 +26,11 @@ class ProgramRunner(Protocol):
     """Runs the program of one variant over the device state. One module per backend."""
 
     def run(self, key: VariantKey, inputs: Inputs) -> list[Tensor]:
-        """Run one step; return tokens [R], and the outputs of the logprobs stage if it has one."""
+        """Run one step; return the outputs of its program (`trnc.compiler.program`)."""
 
 
 class ProgramExecutor:
-    """`trnc.core.Executor` over a catalog and a program runner.
+    """`trnc.engine.executor.Executor` over a catalog and a program runner.
 
     `recent_calls` are the last calls of the runner, oldest first: when each began and ended, by
     `time.perf_counter`. All else that a step takes is the host's time.
@@ -44,6 +44,7 @@ class ProgramExecutor:
         runner: ProgramRunner,
         max_pages: int,
         spare_slot: int,
+        speculates: bool,
         count_compiles: Callable[[], int],
     ) -> None:
         self._info = info
@@ -51,6 +52,7 @@ class ProgramExecutor:
         self._runner = runner
         self._max_pages = max_pages
         self._spare_slot = spare_slot
+        self._speculates = speculates
         self._count_compiles = count_compiles
         self.recent_calls: deque[tuple[float, float]] = deque(maxlen=RECENT_CALLS)
         self._unused: defaultdict[VariantKey, list[InputBuffers]] = defaultdict(list)
@@ -79,38 +81,67 @@ class ProgramExecutor:
         unused = self._unused[key]
         if unused:
             return unused.pop()
-        return InputBuffers(key, max_pages=self._max_pages, spare_slot=self._spare_slot)
+        return InputBuffers(
+            key,
+            max_pages=self._max_pages,
+            spare_slot=self._spare_slot,
+            speculates=self._speculates,
+        )
 
     def _run(
         self, plan: StepPlan, key: VariantKey, buffers: InputBuffers, inputs: Inputs
     ) -> StepResult:
         began = time.perf_counter()
         try:
-            tokens, *logprobs = self._runner.run(key, inputs)
+            outputs = self._runner.run(key, inputs)
         finally:
-            self.recent_calls.append((began, time.perf_counter()))
+            ended = time.perf_counter()
+            self.recent_calls.append((began, ended))
             self._unused[key].append(buffers)
-        picked = tokens.tolist()
-        return StepResult(
-            tokens=tuple(
-                picked[row] if sequence.sample else None
-                for row, sequence in enumerate(plan.sequences)
-            ),
-            logprobs=_read_logprobs(plan, logprobs),
-        )
+        return read_result(plan, outputs, micros=round((ended - began) * 1e6))
 
 
-def _read_logprobs(plan: StepPlan, outputs: list[Tensor]) -> tuple[TokenLogprobs | None, ...]:
+def read_result(plan: StepPlan, outputs: list[Tensor], *, micros: int) -> StepResult:
+    """Read back what a program returned for the sequences of its plan."""
+    nothing = ((),) * len(plan.sequences)
+    if plan.step == "draft":
+        drafts = zip(*(output.tolist() for output in outputs), strict=True)
+        picked = tuple(row for row, _ in zip(drafts, plan.sequences, strict=False))
+        return StepResult(picked, nothing, micros)
+    tokens, *rest = (output.tolist() for output in outputs)
+    accepted = rest.pop(0) if plan.step == "verify" else None
+    rows = [
+        _picked_rows(plan, index, accepted) if sequence.sample else range(0)
+        for index, sequence in enumerate(plan.sequences)
+    ]
+    return StepResult(
+        tokens=tuple(tuple(tokens[row] for row in picked) for picked in rows),
+        logprobs=_read_logprobs(plan, rows, rest) if rest else nothing,
+        micros=micros,
+    )
+
+
+def _picked_rows(plan: StepPlan, index: int, accepted: list[int] | None) -> range:
+    """The rows of logits whose picks count."""
+    if accepted is None:
+        return range(index, index + 1)
+    first = index * (plan.depth + 1)
+    return range(first, first + accepted[index] + 1)
+
+
+def _read_logprobs(
+    plan: StepPlan, rows: list[range], outputs: list[list[Any]]
+) -> tuple[tuple[TokenLogprobs, ...], ...]:
     """Cut each row's logprobs to what its request asked for."""
-    if not outputs:
-        return (None,) * len(plan.sequences)
-    chosen, ids, values = (output.tolist() for output in outputs)
-    read: list[TokenLogprobs | None] = []
-    for row, sequence in enumerate(plan.sequences):
-        wanted = sequence.sampling.logprobs if sequence.sample else None
-        if wanted is None:
-            read.append(None)
-        else:
-            top = tuple(zip(ids[row][:wanted], values[row][:wanted], strict=True))
-            read.append(TokenLogprobs(logprob=chosen[row], top=top))
-    return tuple(read)
+    chosen, ids, values = outputs
+
+    def read(row: int, wanted: int) -> TokenLogprobs:
+        top = tuple(zip(ids[row][:wanted], values[row][:wanted], strict=True))
+        return TokenLogprobs(logprob=chosen[row], top=top)
+
+    return tuple(
+        ()
+        if (wanted := sequence.sampling.logprobs) is None
+        else tuple(read(row, wanted) for row in picked)
+        for sequence, picked in zip(plan.sequences, rows, strict=True)
+    )

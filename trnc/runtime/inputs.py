@@ -9,8 +9,12 @@ was, a row's pages and sampling parameters, is written only where the plan has a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any, Protocol
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trnc.core import MAX_LOGIT_BIAS, SamplingParams, SequencePlan, StepPlan, VariantKey
@@ -20,74 +24,135 @@ Inputs = dict[str, Tensor]
 _GREEDY = SamplingParams()
 
 
-def build_inputs(plan: StepPlan, key: VariantKey, *, max_pages: int, spare_slot: int) -> Inputs:
+def build_inputs(
+    plan: StepPlan, key: VariantKey, *, max_pages: int, spare_slot: int, speculates: bool = False
+) -> Inputs:
     """Return new tensors of every `input.*` that the variant's program reads, by bare name."""
-    return InputBuffers(key, max_pages=max_pages, spare_slot=spare_slot).fill(plan)
+    buffers = InputBuffers(key, max_pages=max_pages, spare_slot=spare_slot, speculates=speculates)
+    return buffers.fill(plan)
 
 
 class InputBuffers:
-    """The input tensors of one variant. They must not be filled while a step reads them."""
+    """The input tensors of one variant. They must not be filled while a step reads them.
 
-    def __init__(self, key: VariantKey, *, max_pages: int, spare_slot: int) -> None:
-        self._layout = _Layout(key, max_pages=max_pages, spare_slot=spare_slot)
-        self._sampling = _Sampling(key.rows) if key.sampling == "sample" else None
-        self._bias = _LogitBias(key.rows) if key.logit_bias else None
-        parts = [part for part in (self._layout, self._sampling, self._bias) if part is not None]
+    `spare_slot` is the last slot of the device state. With `speculates` the programs keep what a
+    draft needs.
+    """
+
+    def __init__(
+        self, key: VariantKey, *, max_pages: int, spare_slot: int, speculates: bool = False
+    ) -> None:
+        slots = spare_slot + 1
+        parts: list[_Part] = [_BlockTables(key.rows, max_pages)]
+        parts.append(_Draft(key, slots=slots) if key.step == "draft" else _Layout(key, slots=slots))
+        if speculates and key.step != "draft":
+            parts.append(_Following(key))
+        if key.sampling == "sample":
+            parts.append(_Sampling(key))
+        if key.logit_bias:
+            parts.append(_LogitBias(key))
+        self._parts = parts
         self._tensors = {
-            name: torch.from_numpy(array)
-            for part in parts
-            for name, array in vars(part).items()
-            if isinstance(array, np.ndarray)
+            name: torch.from_numpy(array) for part in parts for name, array in _arrays(part)
         }
 
     def fill(self, plan: StepPlan) -> Inputs:
         """Write the inputs of a plan and return the tensors, the same ones each time."""
-        self._layout.fill(plan)
-        if self._sampling is not None:
-            self._sampling.fill(plan)
-        if self._bias is not None:
-            self._bias.fill(plan)
+        for part in self._parts:
+            part.fill(plan)
         return self._tensors
 
 
-class _Layout:
-    """Which tokens are computed, at which positions, over which pages."""
+class _Part(Protocol):
+    """Some inputs of a variant: attributes that are arrays, or lists of them, are tensors."""
 
-    def __init__(self, key: VariantKey, *, max_pages: int, spare_slot: int) -> None:
+    def fill(self, plan: StepPlan) -> None: ...
+
+
+def _arrays(part: _Part) -> Iterator[tuple[str, NDArray[Any]]]:
+    for name, value in vars(part).items():
+        if isinstance(value, np.ndarray):
+            yield name, value
+        elif isinstance(value, list) and value and isinstance(value[0], np.ndarray):
+            yield from ((f"{name}.{index}", array) for index, array in enumerate(value))
+
+
+def logit_rows(plan: StepPlan) -> Iterator[tuple[int, SequencePlan, int]]:
+    """Yield the rows of logits that count: the row, its sequence, and how many tokens of the step
+    come before it.
+    """
+    if plan.step != "verify":
+        yield from ((row, sequence, 0) for row, sequence in enumerate(plan.sequences))
+        return
+    for index, sequence in enumerate(plan.sequences):
+        first = index * (plan.depth + 1)
+        yield from ((first + offset, sequence, offset) for offset in range(sequence.count))
+
+
+class _BlockTables:
+    """Which pages each sequence has; row r of the others names page 0."""
+
+    def __init__(self, rows: int, max_pages: int) -> None:
+        self.block_tables = np.zeros((rows, max_pages), np.int32)
+        self._pages: list[tuple[int, ...]] = [()] * rows  # what each row of the tables has
+
+    def fill(self, plan: StepPlan) -> None:
+        for row, sequence in enumerate(plan.sequences):
+            self._fill_row(row, sequence.pages)
+        for row in range(len(plan.sequences), len(self._pages)):
+            self._fill_row(row, ())
+
+    def _fill_row(self, row: int, pages: tuple[int, ...]) -> None:
+        if self._pages[row] is not pages:
+            self._pages[row] = pages
+            self.block_tables[row, : len(pages)] = pages
+            self.block_tables[row, len(pages) :] = 0
+
+
+class _Layout:
+    """Which tokens are computed, at which positions, and which rows sample into which slot.
+
+    Sequences follow each other without gaps; those of a verify begin `depth + 1` rows apart.
+    """
+
+    def __init__(self, key: VariantKey, *, slots: int) -> None:
         self.token_ids = np.zeros(key.tokens, np.int64)
         self.token_slots = np.full(key.tokens, -1, np.int64)
         self.positions = np.zeros(key.tokens, np.int64)
-        self.block_tables = np.zeros((key.rows, max_pages), np.int32)
         self.sequences = np.zeros((key.rows, 3), np.int32)
-        self.sample_rows = np.zeros(key.rows, np.int64)
-        self.sample_slots = np.full(key.rows, spare_slot, np.int64)
-        self._spare_slot = spare_slot
-        self._pages: list[tuple[int, ...]] = [()] * key.rows  # what each row of the tables has
+        self.sample_rows = np.arange(key.logit_rows)
+        self.sample_slots = np.full(key.rows, slots - 1, np.int64)
+        self._slots = slots
+        self._stride = key.depth + 1 if key.step == "verify" else 0
 
     def fill(self, plan: StepPlan) -> None:
         first = 0
         shapes, rows, slots = [], [], []
-        for row, sequence in enumerate(plan.sequences):
+        for index, sequence in enumerate(plan.sequences):
+            first = index * self._stride if self._stride else first
             self._fill_tokens(sequence, first)
-            self._fill_pages(row, sequence.pages)
             shapes.append((first, sequence.count, sequence.start))
             first += sequence.count
             rows.append(first - 1)
-            slots.append(sequence.slot if sequence.sample else self._spare_slot)
+            slots.append(sequence.slot if sequence.sample else self._slots - 1)
         used = len(rows)
         self.sequences[:used], self.sequences[used:] = shapes, 0
-        self.sample_rows[:used], self.sample_rows[used:] = rows, 0
-        self.sample_slots[:used], self.sample_slots[used:] = slots, self._spare_slot
-        self.token_ids[first:], self.token_slots[first:], self.positions[first:] = 0, -1, 0
-        for row in range(used, len(self._pages)):
-            self._fill_pages(row, ())
+        self.sample_slots[:used], self.sample_slots[used:] = slots, self._slots - 1
+        if not self._stride:
+            self.sample_rows[:used], self.sample_rows[used:] = rows, 0
+        self._clear(first, None)
 
     def _fill_tokens(self, sequence: SequencePlan, first: int) -> None:
         token_ids = sequence.token_ids
-        if sequence.count == 1:  # scalars are cheaper than slices
+        if self._stride or sequence.count == 1:  # scalars are cheaper than slices
             self.token_ids[first] = 0 if token_ids is None else token_ids[0]
             self.token_slots[first] = sequence.slot if token_ids is None else -1
             self.positions[first] = sequence.start
+            for depth in range(1, sequence.count):
+                self.token_slots[first + depth] = depth * self._slots + sequence.slot
+                self.positions[first + depth] = sequence.start + depth
+            if self._stride:
+                self._clear(first + sequence.count, first + self._stride)
             return
         assert token_ids is not None, "one token at most is read from the device"
         rows = slice(first, first + sequence.count)
@@ -95,17 +160,68 @@ class _Layout:
         self.token_slots[rows] = -1
         self.positions[rows] = np.arange(sequence.start, sequence.start + sequence.count)
 
-    def _fill_pages(self, row: int, pages: tuple[int, ...]) -> None:
-        if self._pages[row] is not pages:
-            self._pages[row] = pages
-            self.block_tables[row, : len(pages)] = pages
-            self.block_tables[row, len(pages) :] = 0
+    def _clear(self, first: int, end: int | None) -> None:
+        rows = slice(first, end)
+        self.token_ids[rows], self.token_slots[rows], self.positions[rows] = 0, -1, 0
+
+
+class _Draft:
+    """Which slots draft, and where the drafts go. Positions are the device's own."""
+
+    def __init__(self, key: VariantKey, *, slots: int) -> None:
+        self.slots = np.full(key.rows, slots - 1, np.int64)
+        self.active = np.zeros(key.rows, np.int32)
+        self.output_offset = np.zeros(key.rows, np.int64)
+        self.own_rows = np.arange(key.rows)
+        self.draft_slots = [np.zeros(key.rows, np.int64) for _ in range(key.depth)]
+        self._slots = slots
+
+    def fill(self, plan: StepPlan) -> None:
+        used = len(plan.sequences)
+        self.slots[:used] = [sequence.slot for sequence in plan.sequences]
+        self.slots[used:] = self._slots - 1
+        self.active[:used], self.active[used:] = 1, 0
+        self.output_offset[:used] = [s.output_index - s.start for s in plan.sequences]
+        for depth, slots in enumerate(self.draft_slots, start=1):
+            slots[:] = self.slots + depth * self._slots
+
+
+class _Following:
+    """The token after each row: known already, or the one that a row of this step picks.
+
+    The last known token of a sequence is followed by its first pick, a draft by the next pick.
+    """
+
+    def __init__(self, key: VariantKey) -> None:
+        self.next_ids = np.zeros(key.tokens, np.int64)
+        self.next_rows = np.full(key.tokens, -1, np.int64)
+        self.lengths = np.zeros(key.rows, np.int64)
+        if key.step == "verify":
+            self.next_rows[:] = np.arange(key.tokens)
+
+    def fill(self, plan: StepPlan) -> None:
+        if plan.step == "verify":
+            return
+        first = 0
+        for row, sequence in enumerate(plan.sequences):
+            last = first + sequence.count - 1
+            if sequence.token_ids is not None:
+                self.next_ids[first:last] = sequence.token_ids[1:]
+            self.next_rows[first:last] = -1
+            self.next_ids[last] = sequence.following or 0
+            self.next_rows[last] = row if sequence.following is None else -1
+            self.lengths[row] = sequence.start + sequence.count
+            first = last + 1
 
 
 class _Sampling:
-    """Sampling inputs; unused rows and rows that do not sample are greedy."""
+    """Sampling inputs; unused rows and rows that do not sample are greedy.
 
-    def __init__(self, rows: int) -> None:
+    In a draft the output index is the device's own.
+    """
+
+    def __init__(self, key: VariantKey) -> None:
+        rows = key.logit_rows
         self.temperature = np.zeros(rows, np.float32)
         self.top_k = np.zeros(rows, np.int32)
         self.top_p = np.ones(rows, np.float32)
@@ -115,13 +231,14 @@ class _Sampling:
         self._params = [_GREEDY] * rows
 
     def fill(self, plan: StepPlan) -> None:
-        used = len(plan.sequences)
-        for row, sequence in enumerate(plan.sequences):
+        unused = set(range(len(self._params)))
+        for row, sequence, offset in logit_rows(plan):
             self._fill_row(row, sequence.sampling if sequence.sample else _GREEDY)
-            self.output_index[row] = sequence.output_index
-        for row in range(used, len(self._params)):
+            self.output_index[row] = sequence.output_index + offset
+            unused.remove(row)
+        for row in unused:
             self._fill_row(row, _GREEDY)
-        self.output_index[used:] = 0
+            self.output_index[row] = 0
 
     def _fill_row(self, row: int, params: SamplingParams) -> None:
         if self._params[row] is not params:
@@ -136,15 +253,18 @@ class _Sampling:
 class _LogitBias:
     """What is added to the logits; unused entries name the token -1."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, key: VariantKey) -> None:
+        rows = key.logit_rows
         self.bias_ids = np.full((rows, MAX_LOGIT_BIAS), -1, np.int32)
         self.bias_values = np.zeros((rows, MAX_LOGIT_BIAS), np.float32)
         self._biases: list[tuple[tuple[int, float], ...]] = [()] * rows
 
     def fill(self, plan: StepPlan) -> None:
-        for row, sequence in enumerate(plan.sequences):
+        unused = set(range(len(self._biases)))
+        for row, sequence, _ in logit_rows(plan):
             self._fill_row(row, sequence.sampling.logit_bias)
-        for row in range(len(plan.sequences), len(self._biases)):
+            unused.remove(row)
+        for row in unused:
             self._fill_row(row, ())
 
     def _fill_row(self, row: int, bias: tuple[tuple[int, float], ...]) -> None:

@@ -6,7 +6,7 @@ share the same range of slots, and each instruction lists the values that nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trnc.compiler.manifest import LinkedCall, LinkedUpdate, Variant
@@ -55,11 +55,9 @@ def link(
 
 
 def _names(variant: Variant) -> Iterable[str]:
-    for call in variant.calls:
-        yield from call.inputs
-        yield from call.outputs
-    for update in variant.updates:
-        yield from update.inputs
+    for step in variant.steps:
+        yield from step.inputs
+        yield from step.outputs if isinstance(step, LinkedCall) else ()
 
 
 def _link_one(
@@ -69,10 +67,9 @@ def _link_one(
     stages: Mapping[str, int],
     updates: Mapping[str, int],
 ) -> LinkedProgram:
-    steps: list[LinkedCall | LinkedUpdate] = [*variant.calls, *variant.updates]
-    dead = _dead_after(steps, keep=variant.outputs)
+    dead = _dead_after(variant.steps, keep=variant.outputs)
     code: list[int] = []
-    for step, names in zip(steps, dead, strict=True):
+    for step, names in zip(variant.steps, dead, strict=True):
         outputs = step.outputs if isinstance(step, LinkedCall) else ()
         code += (
             [stages[step.artifact], 0] if isinstance(step, LinkedCall) else [updates[step.op], 1]
@@ -89,7 +86,7 @@ def _link_one(
 
 
 def _dead_after(
-    steps: list[LinkedCall | LinkedUpdate], *, keep: tuple[str, ...]
+    steps: Sequence[LinkedCall | LinkedUpdate], *, keep: tuple[str, ...]
 ) -> list[tuple[str, ...]]:
     """For each step, the values that it touches last. A name that is written again stays alive."""
     last: dict[str, int] = {}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trnc.compiler.manifest import Manifest
+from trnc.compiler.manifest import LinkedUpdate, Manifest
 from trnc.core import VariantKey
 from trnc.runtime.inputs import Inputs
 from trnc.runtime.link import link
@@ -24,7 +24,8 @@ class NativeRunner:
         `stage_paths` maps artifact ids to shared libraries; `tensors` holds `weight.*` and
         `state.*`.
         """
-        ops = dict.fromkeys(u.op for v in manifest.variants for u in v.updates)
+        steps = (step for variant in manifest.variants for step in variant.steps)
+        ops = dict.fromkeys(step.op for step in steps if isinstance(step, LinkedUpdate))
         stages = {artifact: index for index, artifact in enumerate(manifest.stages)}
         updates = {op: index for index, op in enumerate(ops)}
         linked = link(manifest.variants, stages=stages, updates=updates)

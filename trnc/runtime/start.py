@@ -26,7 +26,7 @@ from trnc.compiler.matrix import variant_matrix
 from trnc.compiler.program import ProgramConfig
 from trnc.compiler.store import Store
 from trnc.core import ExecutorInfo
-from trnc.errors import StoreError
+from trnc.errors import ConfigError, StoreError
 from trnc.models.config import ModelConfig, load_config
 from trnc.models.weights import bind_tables, choose_formats, exact_formats, pack_weights
 from trnc.ops import native
@@ -89,15 +89,21 @@ def open_model(name: str, *, report: Report) -> Model:
     return Model(source=source, config=config, weights=load_weights(source, config, file))
 
 
-def program_config(
-    model: Model, preset: Preset, backend: Backend, *, mtp: bool = False
-) -> ProgramConfig:
+def program_config(model: Model, preset: Preset, backend: Backend) -> ProgramConfig:
     """Return what the programs of a configuration depend on.
 
     The context is cut to what the model computes; the eager backend keeps everything in f32. The
-    MTP layer, its weights and its pages, is part of it only where `mtp` asks for it.
+    MTP layer, its weights and its pages, is part of it only where the preset speculates.
+
+    Raises:
+        ConfigError: the preset speculates and the model has no MTP layer.
     """
-    config = model.config if mtp else replace(model.config, mtp_layers=0)
+    config = model.config if preset.mtp_depths else replace(model.config, mtp_layers=0)
+    if preset.mtp_depths and not config.mtp_layers:
+        raise ConfigError(
+            f"preset '{preset.name}' speculates ('mtp_depths'), but model '{model.source.name}' "
+            "has no layer for multi-token prediction; take a preset without it, such as 'default'"
+        )
     limit = config.sliding_window or config.max_position
     preset = replace(preset, max_context=min(preset.max_context, limit))
     if backend == "eager":
@@ -216,7 +222,7 @@ def _load_weights(
         return pack_weights(model.weights, config.model, config.formats)
 
     with torch.inference_mode():
-        tables = bind_tables(config.model, max_context=config.preset.max_context)
+        tables = bind_tables(config.model, max_context=config.preset.positions)
         if packed is None:
             return tables | dict(pack())
         key = packed_key(model.source, config.model, config.formats)
@@ -239,6 +245,8 @@ def _executor(
         page_size=preset.page_size,
         num_pages=num_pages,
         vocab_size=config.model.vocab_size,
+        mtp_depths=preset.mtp_depths,
+        mtp_always=preset.mtp_always,
     )
     return ProgramExecutor(
         info=info,
@@ -246,5 +254,6 @@ def _executor(
         runner=runner,
         max_pages=preset.max_pages,
         spare_slot=preset.max_rows,
+        speculates=config.speculates,
         count_compiles=count_compiles,
     )

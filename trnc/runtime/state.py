@@ -1,4 +1,4 @@
-"""Device state: the KV pages of every layer and the last token sampled in every slot."""
+"""Device state: the KV pages of every layer, and what every slot holds of its sequence."""
 
 from __future__ import annotations
 
@@ -46,11 +46,17 @@ def allocate_state(model: ModelConfig, preset: Preset, *, num_pages: int) -> dic
     """Return the tensors of every `state.*` name.
 
     Pages are left uninitialised, so that memory is taken when it is used: attention never lets a
-    position count that was not written. `last_tokens` has one slot more than there are rows: rows
-    that sample nothing write there.
+    position count that was not written. There is one slot more than there are rows: rows that
+    sample nothing write there. With speculation `last_tokens` has the slots once more for each
+    depth: the drafts. `trnc.models.speculation` says what the rest is.
     """
     layout = cache_layout(model, preset.kv_dtype, preset.page_size)
-    state = {"state.last_tokens": torch.zeros(preset.max_rows + 1, dtype=torch.int64)}
+    slots = preset.max_rows + 1
+    tokens = slots * (1 + max(preset.mtp_depths, default=0))
+    state = {"state.last_tokens": torch.zeros(tokens, dtype=torch.int64)}
+    if preset.mtp_depths:
+        state["state.lengths"] = torch.zeros(slots, dtype=torch.int64)
+        state["state.mtp_states"] = torch.zeros(slots, model.hidden_size)
     for index in range(model.num_layers + model.mtp_layers):
         for name, spec in layout.pages.items():
             shape = (num_pages, *map(int, spec.shape[1:]))

@@ -116,6 +116,28 @@ void store_tokens(at::Tensor last_tokens, const at::Tensor& slots, const at::Ten
   last_tokens.index_copy_(0, slots, tokens);
 }
 
+void store_states(at::Tensor states, const at::Tensor& slots, const at::Tensor& hidden,
+                  const at::Tensor& rows) {
+  states.index_copy_(0, slots, hidden.index_select(0, rows));
+}
+
+std::tuple<at::Tensor, at::Tensor> accept_drafts(const at::Tensor& sampled, const at::Tensor& drafted,
+                                                 const at::Tensor& sequences) {
+  const int64_t count = sequences.size(0);
+  at::Tensor accepted = sampled.new_empty({count});
+  at::Tensor last_rows = sampled.new_empty({count});
+  const auto picked = sampled.accessor<int64_t, 1>(), guessed = drafted.accessor<int64_t, 1>();
+  const auto places = sequences.accessor<int32_t, 2>();
+  for (int64_t r = 0; r < count; ++r) {
+    const int64_t first = places[r][0], drafts = places[r][1] - 1;
+    int64_t right = 0;
+    while (right < drafts && picked[first + right] == guessed[first + right + 1]) ++right;
+    accepted.data_ptr<int64_t>()[r] = right;
+    last_rows.data_ptr<int64_t>()[r] = first + right;
+  }
+  return {accepted, last_rows};
+}
+
 }  // namespace
 
 TORCH_LIBRARY(trnc_runtime, m) {
@@ -128,4 +150,8 @@ TORCH_LIBRARY(trnc_runtime, m) {
       .def("run", &Runner::run);
 }
 
-TORCH_LIBRARY_IMPL(trnc, CPU, m) { m.impl("store_tokens", &store_tokens); }
+TORCH_LIBRARY_IMPL(trnc, CPU, m) {
+  m.impl("store_tokens", &store_tokens);
+  m.impl("store_states", &store_states);
+  m.impl("accept_drafts", &accept_drafts);
+}
