@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -26,6 +27,7 @@ from trnc.core import ExecutorInfo
 from trnc.engine.messages import Stats
 from trnc.engine.process import EngineOptions, serve_engine
 from trnc.serve.access import Admission
+from trnc.serve.answer import Parsers
 from trnc.serve.app import create_app
 from trnc.serve.engine_client import EngineClient, bind_socket
 from trnc.serve.launch import uvicorn_config
@@ -41,6 +43,7 @@ FEATURES = ("logprobs", "logit_bias")
 class Setup:
     """What a test may choose about its server."""
 
+    model: str = MODEL
     max_rows: int = 4
     max_context: int = 512
     num_pages: int = 400
@@ -53,6 +56,7 @@ class Setup:
     options: ServeOptions = field(default_factory=lambda: ServeOptions(max_body_bytes=2**20))
     start_engine: bool = True
     chat_template: str | None = TEMPLATE
+    parsers: Parsers = field(default_factory=Parsers)
 
 
 class Server:
@@ -104,14 +108,24 @@ class Server:
     def prompt_ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=True)
 
-    def chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
+    def anthropic(self) -> Any:
+        import anthropic
+
+        return anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0, timeout=60)
+
+    def chat_ids(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         assert self.template is not None
-        text = self.template.render(messages, add_generation_prompt=True)
+        text = self.template.render(messages, **{"add_generation_prompt": True, **options})
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def say(self, prompt: str | list[dict[str, str]], reply: str | list[int]) -> None:
+    def say(
+        self, prompt: str | list[dict[str, Any]], reply: str | list[int], **options: Any
+    ) -> None:
         """Script the reply to a text or to a conversation; eos follows it."""
-        ids = self.prompt_ids(prompt) if isinstance(prompt, str) else self.chat_ids(prompt)
+        if isinstance(prompt, str):
+            ids = self.prompt_ids(prompt)
+        else:
+            ids = self.chat_ids(prompt, **options)
         if isinstance(reply, str):
             reply = self.tokenizer.encode(reply, add_special_tokens=False)
         script = self.executor.script
@@ -155,13 +169,14 @@ class Server:
         app = create_app(
             engine=self.engine,
             model=ServedModel(
-                names=(MODEL, ALIAS),
+                names=(self._setup.model, ALIAS),
                 tokenizer=self.tokenizer,
                 template=self.template,
                 defaults=self._setup.defaults,
             ),
             options=self._setup.options,
             admission=admission,
+            parsers=self._setup.parsers,
         )
         options = replace(self._setup.options, port=0)
         self._uvicorn = _Uvicorn(uvicorn_config(app, tls_context(options)))

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import msgspec
 
-from tests.serve.harness import running
+from tests.serve.harness import Setup, running
+from trnc.serve.body import BodyRules
+from trnc.serve.messages import protocol as messages
 from trnc.serve.openai import fields
 from trnc.serve.openai.protocol import ChatRequest, CompletionRequest
+from trnc.serve.responses import protocol as responses
 
 PAGE = (Path(__file__).parents[2] / "docs" / "API.md").read_text()
 
@@ -26,6 +29,16 @@ def test_every_field_is_on_the_page():
     names = {name for table in tables for name in table}
     for struct in (ChatRequest, CompletionRequest):
         names |= {field.name for field in msgspec.structs.fields(struct)}
+    rules = [
+        value
+        for module in (messages, responses)
+        for value in vars(module).values()
+        if isinstance(value, BodyRules)
+    ]
+    assert len(rules) > 20
+    names |= {name for rule in rules for name in (*rule.inert, *rule.refused)}
+    for struct in (responses.ResponsesRequest, messages.MessagesRequest):
+        names |= {field.name for field in msgspec.structs.fields(struct)}
     assert not [name for name in sorted(names) if f"`{name}`" not in PAGE]
 
 
@@ -34,8 +47,8 @@ def test_every_curl_example_is_answered():
     commands = [
         line for block in blocks for line in re.split(r"^(?=curl)", block, flags=re.M) if line
     ]
-    assert len(commands) == 7
-    with running() as server, server.http() as http:
+    assert len(commands) == 11
+    with running(Setup(model="smollm2-135m")) as server, server.http() as http:
         for command in commands:
             match = re.search(r"http://127\.0\.0\.1:8000(\S+)(?:.* -d '(.*)')?", command, re.DOTALL)
             assert match is not None, command

@@ -23,6 +23,7 @@ from trnc.errors import CheckpointError, RequestError
 Message = Mapping[str, Any]
 
 _PROBE = "trnc-probe"
+_TOOL_PROBE = "trnc_tool_probe"
 _CUT = "trnc-continue-here "  # the space shows whether the template trims the message
 
 
@@ -41,6 +42,7 @@ class ChatTemplate:
             raise CheckpointError(f"chat template, line {error.lineno}: {error.message}") from None
         self._special_tokens = dict(special_tokens)
         self.takes_parts = self._takes_parts()
+        self.takes_tools = self._takes_tools()
 
     def render(
         self,
@@ -116,6 +118,16 @@ class ChatTemplate:
             return False
         # A template that wants a string may also print the list itself.
         return _PROBE in text and f"'{_PROBE}'" not in text and f'"{_PROBE}"' not in text
+
+    def _takes_tools(self) -> bool:
+        """Tell whether the template prints the tools that it is given, by trying."""
+        chat = [{"role": "user", "content": _PROBE}]
+        function = {"name": _TOOL_PROBE, "description": "", "parameters": {"type": "object"}}
+        tools = [{"type": "function", "function": function}]
+        try:
+            return _TOOL_PROBE in self.render(chat, tools=tools)
+        except RequestError:  # it cannot have been made for tools
+            return False
 
 
 def _mark_end(chat: list[dict[str, Any]]) -> None:

@@ -100,6 +100,12 @@ class Admission:
             raise DrainingError
         if self._limit is not None and self.open >= self._limit:
             raise OverloadedError(self._limit)
+        with self.hold():
+            yield
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Count work that was let in before, such as what goes on after its request's answer."""
         self.open += 1
         self._idle.clear()
         try:

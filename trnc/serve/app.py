@@ -13,6 +13,7 @@ from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.types import ASGIApp
 
 from trnc.serve.access import Admission, Keys, access_of, guarded
+from trnc.serve.answer import Parsers
 from trnc.serve.engine_client import EngineClient
 from trnc.serve.errors import handle_error
 from trnc.serve.generation import Generator
@@ -30,6 +31,7 @@ def make_parts(
     model: ServedModel,
     options: ServeOptions | None = None,
     admission: Admission | None = None,
+    parsers: Parsers | None = None,
 ) -> Parts:
     """Return what the serving classes of every role are built from."""
     options = options or ServeOptions()
@@ -48,6 +50,7 @@ def make_parts(
         prompts=PromptBuilder(tokenizer=model.tokenizer, template=model.template),
         admission=admission,
         options=options,
+        parsers=parsers or Parsers(),
     )
 
 
@@ -57,13 +60,16 @@ def create_app(
     model: ServedModel,
     options: ServeOptions | None = None,
     admission: Admission | None = None,
+    parsers: Parsers | None = None,
     roles: tuple[Role, ...] = tuple(ROUTERS),
 ) -> ASGIApp:
     """Return the ASGI application; `engine.run()` must be running beside it.
 
     `admission` is how the caller drains it.
     """
-    parts = make_parts(engine=engine, model=model, options=options, admission=admission)
+    parts = make_parts(
+        engine=engine, model=model, options=options, admission=admission, parsers=parsers
+    )
     keys = Keys(api_keys=parts.options.api_keys, admin_key=parts.options.admin_api_key)
     app = Starlette(
         routes=[

@@ -35,7 +35,8 @@ def _data_event(event: msgspec.Struct) -> bytes:
     return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 
-def _named_event(event: msgspec.Struct) -> bytes:
+def named_event(event: msgspec.Struct) -> bytes:
+    """Return an event with the name that its `type` says."""
     name: str = event.type  # type: ignore[attr-defined]
     return b"event: " + name.encode() + b"\n" + _data_event(event)
 
@@ -50,7 +51,7 @@ class StreamStyle:
 
 
 OPENAI_STREAM = StreamStyle(_data_event, describe, b"data: [DONE]\n\n")
-NAMED_STREAM = StreamStyle(_named_event, describe_to_anthropic, b"")
+ANTHROPIC_STREAM = StreamStyle(named_event, describe_to_anthropic, b"")
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -24,11 +24,15 @@ IN_THREAD = 4096  # characters; about a millisecond of tokenising
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """How a conversation is rendered; `variables` are further variables of the template."""
+    """How a conversation is rendered; `variables` are further variables of the template.
+
+    `tools` have OpenAI's chat shape.
+    """
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 def template_options(
@@ -104,9 +108,17 @@ class PromptBuilder:
                 "The model has no chat template: use /v1/completions.", code="no_chat_template"
             )
 
+        if options.tools and not template.takes_tools:
+            raise RequestError(
+                "The model's chat template has no place for tools: it was not made to call them.",
+                param="tools",
+                code="unsupported_field",
+            )
+
         def encode() -> list[int]:
             text = template.render(
                 messages,
+                tools=options.tools,
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
                 variables=options.variables,

@@ -14,6 +14,7 @@ from typing import Literal
 from starlette.routing import Route
 
 from trnc.serve.access import Admission
+from trnc.serve.answer import Parsers
 from trnc.serve.engine_client import EngineClient
 from trnc.serve.generation import Generator
 from trnc.serve.listening import ServeOptions
@@ -21,8 +22,9 @@ from trnc.serve.metrics import Metrics
 from trnc.serve.model import ServedModel
 from trnc.serve.planner import RequestPlanner
 from trnc.serve.prompt import PromptBuilder
+from trnc.serve.turn import TurnRunner
 
-Role = Literal["openai", "info"]
+Role = Literal["openai", "responses", "messages", "info"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,17 @@ class Parts:
     prompts: PromptBuilder
     admission: Admission
     options: ServeOptions
+    parsers: Parsers
+
+    @property
+    def turns(self) -> TurnRunner:
+        """What the APIs of blocks and items run their turns with."""
+        return TurnRunner(
+            generator=self.generator,
+            planner=self.planner,
+            prompts=self.prompts,
+            parsers=self.parsers,
+        )
 
     @property
     def max_body_bytes(self) -> int:
@@ -71,6 +84,36 @@ def _openai(parts: Parts) -> list[Route]:
     )
 
 
+def _responses(parts: Parts) -> list[Route]:
+    from trnc.serve.responses.router import responses_routes
+    from trnc.serve.responses.serving import ResponsesServing
+    from trnc.serve.responses.store import ResponseStore
+
+    return responses_routes(
+        responses=ResponsesServing(
+            turns=parts.turns,
+            tokenizer=parts.model.tokenizer,
+            model_names=parts.model.names,
+            store=ResponseStore(
+                capacity=parts.options.response_store,
+                seconds=parts.options.response_store_seconds,
+            ),
+            admission=parts.admission,
+        ),
+        max_body_bytes=parts.max_body_bytes,
+    )
+
+
+def _messages(parts: Parts) -> list[Route]:
+    from trnc.serve.messages.router import messages_routes
+    from trnc.serve.messages.serving import MessagesServing
+
+    return messages_routes(
+        messages=MessagesServing(turns=parts.turns, model_names=parts.model.names),
+        max_body_bytes=parts.max_body_bytes,
+    )
+
+
 def _info(parts: Parts) -> list[Route]:
     from trnc.serve.info.router import info_routes
     from trnc.serve.info.serving import InfoServing
@@ -82,6 +125,8 @@ def _info(parts: Parts) -> list[Route]:
 
 ROUTERS: Mapping[Role, Callable[[Parts], list[Route]]] = {
     "openai": _openai,
+    "responses": _responses,
+    "messages": _messages,
     "info": _info,
 }
 # Routes that change the server or show how it is set up: behind the admin key, if there is one.
