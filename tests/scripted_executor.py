@@ -11,6 +11,11 @@ So a wrong block table, a stale page, a hole or a wrong position gives a wrong t
 AssertionError, and `expected_tokens` tells by hand what a request must get. Broken contracts of a
 plan are AssertionErrors, too.
 
+A draft guesses with the same arithmetic: `right(position)` says whether the guess of a position is
+the token that the target will pick. It asserts that the MTP layer's cells have no gap: each earlier
+position knows the token that follows it (but for the last one of a page, which may be shared by two
+texts that part there).
+
 Options: `script` maps a prompt prefix to a fixed reply (then the eos id, if there is one); `gate`
 holds each step until the test releases the semaphore; `fail_at` are the step numbers (from 0) that
 raise an EngineError, `die_at` those that raise a RuntimeError, and `refuse_at` those for which
@@ -21,8 +26,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from trnc.core import (
     ExecutorInfo,
@@ -47,6 +52,8 @@ def small_info(
     num_pages: int = 65,
     vocab_size: int = 97,
     eos_token_ids: tuple[int, ...] = (),
+    mtp_depths: tuple[int, ...] = (),
+    mtp_always: bool = False,
 ) -> ExecutorInfo:
     """Return limits that are small enough to be hit by a test."""
     return ExecutorInfo(
@@ -57,6 +64,8 @@ def small_info(
         num_pages=num_pages,
         vocab_size=vocab_size,
         eos_token_ids=eos_token_ids,
+        mtp_depths=mtp_depths,
+        mtp_always=mtp_always,
     )
 
 
@@ -141,6 +150,7 @@ class ScriptedExecutor:
     fail_at: Collection[int] = ()
     die_at: Collection[int] = ()
     refuse_at: Collection[int] = ()
+    right: Callable[[int], bool] = bool
     compiles: int = 0
     closed: bool = False
     plans: list[StepPlan] = field(default_factory=list)
@@ -150,7 +160,10 @@ class ScriptedExecutor:
         self._pages: list[list[tuple[int, int] | None]] = [
             [None] * size for _ in range(self.info.num_pages)
         ]  # (position, token) of each cell
+        self._mtp = [list(page) for page in self._pages]  # (position, token that follows)
         self._last: list[int | None] = [None] * self.info.max_rows
+        self._lengths = [0] * self.info.max_rows
+        self._drafts: list[list[int]] = [[] for _ in range(self.info.max_rows)]
         self._queue: deque[ScriptedHandle] = deque()
         self._refused: frozenset[int] = frozenset()
 
@@ -197,40 +210,101 @@ class ScriptedExecutor:
                 later.lost_slots |= {s.slot for s in plan.sequences}
             raise EngineError(f"step {handle.number} failed")
         # All of a step's reads come before its sampled tokens are stored, as on a device.
-        tokens = [self._run_sequence(s, s.slot in handle.lost_slots) for s in plan.sequences]
-        for sequence, token in zip(plan.sequences, tokens, strict=True):
-            if token is not None:
-                self._last[sequence.slot] = token
+        run = self._draft if plan.step == "draft" else self._compute
+        tokens = [run(plan, s, s.slot in handle.lost_slots) for s in plan.sequences]
+        for sequence, picked in zip(plan.sequences, tokens, strict=True):
+            if plan.step == "draft":
+                self._drafts[sequence.slot] = picked
+            elif picked:
+                kept = len(picked) if plan.step == "verify" else sequence.count
+                self._last[sequence.slot] = picked[-1]
+                self._lengths[sequence.slot] = sequence.start + kept
         logprobs = tuple(
-            (expected_logprobs(token, sequence.sampling.logprobs, self.info),)
-            if token is not None and sequence.sampling.logprobs is not None
+            tuple(expected_logprobs(token, wanted, self.info) for token in picked)
+            if (wanted := sequence.sampling.logprobs) is not None and plan.step != "draft"
             else ()
-            for sequence, token in zip(plan.sequences, tokens, strict=True)
+            for sequence, picked in zip(plan.sequences, tokens, strict=True)
         )
-        return StepResult(tuple(() if t is None else (t,) for t in tokens), logprobs)
+        return StepResult(tuple(map(tuple, tokens)), logprobs, micros=duration(plan))
 
-    def _run_sequence(self, sequence: SequencePlan, lost: bool) -> int | None:
+    def _compute(self, plan: StepPlan, sequence: SequencePlan, lost: bool) -> list[int]:
+        """Write a sequence's tokens and return what it picks, in a verify what is accepted."""
+        token_ids = self._token_ids(sequence, lost)
+        self._write(self._pages, sequence, token_ids)
+        end = sequence.start + sequence.count
+        first = sequence.start + 1 if plan.step == "verify" else end
+        picks = [
+            self._pick(self._history(sequence, length, lost), sequence, offset)
+            for offset, length in enumerate(range(first, end + 1))
+            if sequence.sample
+        ]
+        following = [*token_ids[1:], sequence.following]
+        if picks:
+            following[-len(picks) :] = picks
+        self._write(self._mtp, sequence, following)
+        accepted = 0
+        while accepted < len(picks) - 1 and picks[accepted] == token_ids[accepted + 1]:
+            accepted += 1
+        return picks[: accepted + 1]
+
+    def _draft(self, plan: StepPlan, sequence: SequencePlan, lost: bool) -> list[int]:
+        """Guess the tokens after the last one, from where the device is."""
+        last, length = self._last[sequence.slot], self._lengths[sequence.slot]
+        assert lost or (last is not None and length <= sequence.start)
+        moved = replace(sequence, start=length, count=0)
+        history = [*self._history(moved, length, lost), last or 0]
+        if not lost:
+            self._check_mtp(sequence, history)
+        guesses: list[int] = []
+        for offset in range(plan.depth):
+            index = length + sequence.output_index - sequence.start
+            token = self._pick([*history, *guesses], replace(sequence, output_index=index), offset)
+            right = self.right(length + offset)
+            guesses.append(token if right else (token + 1) % self.info.vocab_size)
+        return guesses
+
+    def _check_mtp(self, sequence: SequencePlan, history: list[int]) -> None:
         size = self.info.page_size
-        token_ids = sequence.token_ids
-        if token_ids is None:
-            last = self._last[sequence.slot]
-            assert last is not None or lost, f"slot {sequence.slot} has not sampled a token"
-            token_ids = (0 if last is None else last,)
-        for position, token in enumerate(token_ids, start=sequence.start):
-            self._pages[sequence.pages[position // size]][position % size] = (position, token)
-        history = self._history(sequence, lost)
-        if not sequence.sample:
-            return None
-        reply = scripted_token(history, sequence.output_index, self.script, self.info)
-        if reply is not None:
-            return reply
-        return next_token(history, sequence.sampling, sequence.output_index, self.info)
+        for position, following in enumerate(history[1:]):
+            cell = self._mtp[sequence.pages[position // size]][position % size]
+            shared = position % size == size - 1
+            expected = (position, cell[1] if shared and cell else following)
+            assert cell == expected, f"the MTP layer has {cell} at {position}, not {following}"
 
-    def _history(self, sequence: SequencePlan, lost: bool) -> list[int]:
-        """Read positions `0 .. start + count - 1` back through the pages."""
+    def _token_ids(self, sequence: SequencePlan, lost: bool) -> list[int]:
+        """What the plan names, then what the slot has: its last token, and its drafts."""
+        last = self._last[sequence.slot]
+        known = list(sequence.token_ids or ())
+        if not known:
+            assert last is not None or lost, f"slot {sequence.slot} has not sampled a token"
+            known = [last or 0]
+        drafts = self._drafts[sequence.slot][len(known) - 1 : sequence.count - 1]
+        token_ids = known + drafts if len(known) < sequence.count else known
+        missing = sequence.count - len(token_ids)
+        assert not missing or lost, f"slot {sequence.slot} has too few drafts"
+        return token_ids + [0] * missing
+
+    def _write(
+        self,
+        pages: list[list[tuple[int, int] | None]],
+        sequence: SequencePlan,
+        tokens: Sequence[int | None],
+    ) -> None:
+        size = self.info.page_size
+        for position, token in enumerate(tokens, start=sequence.start):
+            cell = None if token is None else (position, token)
+            pages[sequence.pages[position // size]][position % size] = cell
+
+    def _pick(self, history: list[int], sequence: SequencePlan, offset: int) -> int:
+        index = sequence.output_index + offset
+        reply = scripted_token(history, index, self.script, self.info)
+        return next_token(history, sequence.sampling, index, self.info) if reply is None else reply
+
+    def _history(self, sequence: SequencePlan, length: int, lost: bool) -> list[int]:
+        """Read positions `0 .. length - 1` back through the pages."""
         size = self.info.page_size
         history: list[int] = []
-        for position in range(sequence.start + sequence.count):
+        for position in range(length):
             cell = self._pages[sequence.pages[position // size]][position % size]
             if cell is not None and cell[0] == position:
                 history.append(cell[1])
@@ -238,6 +312,12 @@ class ScriptedExecutor:
             assert lost, f"position {position} of {sequence} was never written: the cell has {cell}"
             history.append(0)
         return history
+
+
+def duration(plan: StepPlan) -> int:
+    """A step takes as long as it has tokens, after a fixed time; drafting is cheap."""
+    rows = sum(s.count for s in plan.sequences)
+    return 10 * rows if plan.step == "draft" else 100 + 30 * rows
 
 
 def check_plan(plan: StepPlan, info: ExecutorInfo) -> None:
@@ -261,12 +341,22 @@ def _check_sequence(plan: StepPlan, sequence: SequencePlan, info: ExecutorInfo) 
     assert 0 <= sequence.slot < info.max_rows
     assert sequence.start >= 0
     assert sequence.count >= 1
-    assert end <= info.max_context
-    assert plan.step == "prefill" or (sequence.count == 1 and sequence.sample)
-    if sequence.token_ids is None:
-        assert sequence.count == 1
+    assert plan.step == "prefill" or sequence.sample
+    if plan.step == "draft":
+        assert sequence.count == plan.depth
+        assert plan.depth in info.mtp_depths
+        assert sequence.token_ids is None
+        end = min(end + 1, len(sequence.pages) * info.page_size)  # drafts may not all be wanted
+    elif plan.step == "verify":
+        assert sequence.count <= plan.depth + 1
     else:
-        assert len(sequence.token_ids) == sequence.count
+        assert plan.step == "prefill" or (sequence.count == 1 and not info.mtp_always)
+    assert end <= info.max_context
+    assert (sequence.following is None) == (sequence.sample or plan.step == "draft")
+    if sequence.token_ids is None:
+        assert plan.step != "prefill" or sequence.count == 1
+    else:
+        assert len(sequence.token_ids) == sequence.count or plan.step == "verify"
         assert all(0 <= token < info.vocab_size for token in sequence.token_ids)
     assert len(sequence.pages) == -(-end // info.page_size)
     assert len(set(sequence.pages)) == len(sequence.pages), f"a page twice: {sequence.pages}"

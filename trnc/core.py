@@ -79,9 +79,9 @@ class SequencePlan:
     follows, as output number `output_index` of the request (the noise depends on it). `following`
     is the token at `start + count` where the request has one already.
 
-    In a `verify` the tokens after the first are the last `draft` of the slot, and one is picked
-    after each. A `draft` stands on the device's own position of the slot: `start` is the furthest
-    that this can be, and only the difference of `output_index` and `start` matters.
+    In a `verify` what `token_ids` lacks are the slot's drafts, and one token is picked after each.
+    A `draft` stands on the device's own position of the slot: `start` is the furthest that this can
+    be, and only the difference of `output_index` and `start` matters.
     """
 
     slot: int

@@ -149,7 +149,11 @@ class _Layout:
             self.token_slots[first] = sequence.slot if token_ids is None else -1
             self.positions[first] = sequence.start
             for depth in range(1, sequence.count):
-                self.token_slots[first + depth] = depth * self._slots + sequence.slot
+                named = token_ids is not None and depth < len(token_ids)
+                self.token_ids[first + depth] = token_ids[depth] if named else 0
+                self.token_slots[first + depth] = (
+                    -1 if named else depth * self._slots + sequence.slot
+                )
                 self.positions[first + depth] = sequence.start + depth
             if self._stride:
                 self._clear(first + sequence.count, first + self._stride)
