@@ -251,6 +251,7 @@ class ScriptedExecutor:
         """Guess the tokens after the last one, from where the device is."""
         last, length = self._last[sequence.slot], self._lengths[sequence.slot]
         assert lost or (last is not None and length <= sequence.start)
+        length = min(length, sequence.start)
         moved = replace(sequence, start=length, count=0)
         history = [*self._history(moved, length, lost), last or 0]
         if not lost:

@@ -145,20 +145,16 @@ class _Layout:
     def _fill_tokens(self, sequence: SequencePlan, first: int) -> None:
         token_ids = sequence.token_ids
         if self._stride or sequence.count == 1:  # scalars are cheaper than slices
-            self.token_ids[first] = 0 if token_ids is None else token_ids[0]
-            self.token_slots[first] = sequence.slot if token_ids is None else -1
-            self.positions[first] = sequence.start
-            for depth in range(1, sequence.count):
-                named = token_ids is not None and depth < len(token_ids)
-                self.token_ids[first + depth] = token_ids[depth] if named else 0
-                self.token_slots[first + depth] = (
-                    -1 if named else depth * self._slots + sequence.slot
-                )
-                self.positions[first + depth] = sequence.start + depth
+            named = token_ids or ()
+            for depth in range(sequence.count):
+                row, known = first + depth, depth < len(named)
+                self.token_ids[row] = named[depth] if known else 0
+                self.token_slots[row] = -1 if known else depth * self._slots + sequence.slot
+                self.positions[row] = sequence.start + depth
             if self._stride:
                 self._clear(first + sequence.count, first + self._stride)
             return
-        assert token_ids is not None, "one token at most is read from the device"
+        assert token_ids is not None, "a prefill names its tokens"
         rows = slice(first, first + sequence.count)
         self.token_ids[rows] = token_ids
         self.token_slots[rows] = -1
