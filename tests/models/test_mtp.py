@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
 
 from tests.models.mtp_folder import LAYERS, PREFIX, rewrite, write_checkpoint
 from tests.models.tiny import FAMILIES_WITH_EXPERTS, PRESET, VOCAB, tiny_model
@@ -23,11 +25,20 @@ from trnc.compiler.program import (
 )
 from trnc.compiler.trace import trace_stage
 from trnc.core import SamplingParams, SequencePlan, StepPlan, VariantKey
+from trnc.engine.messages import Submit
+from trnc.engine.scheduler import Scheduler
 from trnc.errors import CheckpointError
 from trnc.models.weights import bind_weights
 from trnc.runtime.eager_runner import EagerRunner
 from trnc.runtime.inputs import Inputs, build_inputs
-from trnc.runtime.start import Model, open_model, program_config
+from trnc.runtime.start import (
+    Model,
+    StartOptions,
+    open_model,
+    program_config,
+    require_cache,
+    start_executor,
+)
 from trnc.runtime.state import allocate_state
 
 TOKENS = torch.randint(0, VOCAB, (30,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -194,3 +205,56 @@ def test_without_drafts_the_mtp_layer_takes_no_memory(tmp_path: Path) -> None:
     state = allocate_state(config.model, config.preset, num_pages=2)
     assert f"state.latent_pages.{LAYERS - 1}" in state
     assert f"state.latent_pages.{LAYERS}" not in state
+
+
+@FAMILIES
+def test_every_draft_of_a_served_text_is_the_one_of_transformers(
+    family: str, tmp_path: Path
+) -> None:
+    """The layer's keys have no gap and stand at their places, whatever was accepted before."""
+    reference, mtp = write_checkpoint(family, tmp_path)
+    preset = replace(PRESET, mtp_depths=(3,), mtp_always=True)
+    executor, *_ = start_executor(
+        StartOptions(str(tmp_path), preset, "eager", tmp_path / "store"), require_cache, print
+    )
+    served, drafts = TOKENS[:21], []
+    scheduler = Scheduler(info=replace(executor.info, max_prefill_tokens=8))
+    scheduler.submit(Submit("it", tuple(served), SamplingParams(), 24))
+    while (plan := scheduler.plan()) is not None:
+        if plan.step == "verify":  # some of the drafts shall be accepted
+            (row,) = plan.sequences
+            named = (served[-1], *truth(reference, served, len(served) % 4))[: row.count]
+            result = executor.submit(replace(plan, sequences=(replace(row, token_ids=named),)))
+        else:
+            result = executor.submit(plan)
+        if plan.step == "draft":
+            drafts.append((list(served), list(result.result().tokens[0])))
+        for delta in scheduler.commit(plan, result.result()):
+            served += delta.token_ids
+    assert len(drafts) > 5
+    for text, drafted in drafts:
+        assert drafted == reference_drafts(reference, mtp, text, len(drafted))
+
+
+def truth(reference: PreTrainedModel, text: list[int], count: int) -> list[int]:
+    """The next `count` tokens of the target, greedily."""
+    tokens = list(text)
+    for _ in range(count):
+        tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(text) :]
+
+
+def reference_drafts(
+    reference: PreTrainedModel, mtp: MtpModel, text: list[int], depth: int
+) -> list[int]:
+    """What the MTP layer of transformers drafts after a text, from an empty cache."""
+    cache = MtpCache(config=reference.config.get_mtp_config())
+    states = reference.model(torch.tensor([text[:-1]])).last_hidden_state
+    start, chunk, drafts = 1, text[1:], []
+    for _ in range(depth):
+        positions = torch.arange(start, start + len(chunk))[None]
+        states = mtp.forward_layer(0, states, positions, cache, input_ids=torch.tensor([chunk]))
+        states = states[:, -1:]
+        drafts.append(int(mtp.shared_head(states)[0, -1].argmax()))
+        start, chunk = start + len(chunk), drafts[-1:]
+    return drafts

@@ -42,9 +42,9 @@ def glm4_moe_options(tmp_path_factory: pytest.TempPathFactory, store_root: Path)
 
 @pytest.fixture(scope="session")
 def deepseek_v3_options(tmp_path_factory: pytest.TempPathFactory, store_root: Path) -> StartOptions:
-    """Latent attention and grouped routing in f32, and a cache in float32."""
+    """Latent attention, grouped routing and an MTP layer in f32, and a cache in float32."""
     folder = tmp_path_factory.mktemp("deepseek_v3")
-    tiny_model("deepseek_v3").save_pretrained(folder)
+    write_checkpoint("deepseek_v3", folder)
     preset = replace(PRESET, name="tiny-f32", kv_dtype="float32")
     return StartOptions(str(folder), preset, "inductor", store_root)
 
@@ -69,6 +69,22 @@ def deepseek_v3(
     deepseek_v3_options: StartOptions, native_library: Path
 ) -> Iterator[ProgramExecutor]:
     yield from _started(deepseek_v3_options)
+
+
+@pytest.fixture(scope="session")
+def glm4_moe_mtp(glm4_moe_options: StartOptions, native_library: Path) -> Iterator[ProgramExecutor]:
+    yield from _started(speculating(glm4_moe_options))
+
+
+@pytest.fixture(scope="session")
+def deepseek_v3_mtp(
+    deepseek_v3_options: StartOptions, native_library: Path
+) -> Iterator[ProgramExecutor]:
+    yield from _started(speculating(deepseek_v3_options))
+
+
+def speculating(options: StartOptions) -> StartOptions:
+    return replace(options, preset=replace(options.preset, name="tiny-mtp", mtp_depths=(1, 2, 3)))
 
 
 def _started(options: StartOptions) -> Iterator[ProgramExecutor]:

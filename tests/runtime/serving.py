@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +13,7 @@ from trnc.compiler.compile import build, plan_build
 from trnc.compiler.manifest import Manifest
 from trnc.compiler.program import ProgramConfig
 from trnc.compiler.store import Store
-from trnc.core import ExecutorInfo, StepPlan, StepResult, TokenLogprobs
+from trnc.core import ExecutorInfo, SequencePlan, StepPlan, StepResult, TokenLogprobs
 from trnc.engine.executor import Executor
 from trnc.engine.loops import plain_loop
 from trnc.engine.messages import Submit, ToEngine
@@ -53,6 +53,34 @@ class Limited:
 
     def close(self) -> None:
         raise AssertionError("the executor belongs to the session")
+
+
+@dataclass(eq=False, kw_only=True)
+class Prompted(Limited):
+    """Names the drafts of each verify: what the request will pick, or not, as `right` says.
+
+    Drafts of random weights are almost never right. `answers` maps the seeds of requests to their
+    tokens; `right` takes the output index of a draft.
+    """
+
+    answers: Mapping[int, Sequence[int]]
+    right: Callable[[int], bool]
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        if plan.step == "verify":
+            named = tuple(map(self._name_drafts, plan.sequences))
+            plan = replace(plan, sequences=named)
+        return super().submit(plan)
+
+    def _name_drafts(self, sequence: SequencePlan) -> SequencePlan:
+        assert sequence.token_ids is not None
+        first, drafts = sequence.output_index, sequence.count - 1
+        answer = self.answers[sequence.sampling.seed][first : first + drafts]
+        guesses = (
+            token if self.right(index) else (token + 1) % self.info.vocab_size
+            for index, token in enumerate(answer, start=first)
+        )
+        return replace(sequence, token_ids=(*sequence.token_ids, *guesses))
 
 
 def serve(
