@@ -51,6 +51,7 @@ class Setup:
     gate: threading.Semaphore | None = None
     die_at: tuple[int, ...] = ()
     fail_at: tuple[int, ...] = ()
+    mtp_depths: tuple[int, ...] = ()  # always speculates; two guesses of three are right
     features: tuple[str, ...] = FEATURES
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     options: ServeOptions = field(default_factory=lambda: ServeOptions(max_body_bytes=2**20))
@@ -73,8 +74,11 @@ class Server:
                 num_pages=setup.num_pages,
                 vocab_size=self.tokenizer.vocab_size,
                 eos_token_ids=self.tokenizer.eos_token_ids,
+                mtp_depths=setup.mtp_depths,
+                mtp_always=bool(setup.mtp_depths),
             ),
             script={},
+            right=lambda position: position % 3 > 0,
             gate=setup.gate,
             die_at=setup.die_at,
             fail_at=setup.fail_at,

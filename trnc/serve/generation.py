@@ -63,6 +63,8 @@ class Output:
     cached_tokens: int
     finish_reason: FinishReason | None = None
     matched: str | int | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Generator:
@@ -156,6 +158,8 @@ def _advance(
         cached_tokens=cached_tokens,
         finish_reason=reason,
         matched=matched,
+        drafted_tokens=delta.drafted_tokens,
+        accepted_tokens=delta.accepted_tokens,
     )
 
 

@@ -6,7 +6,7 @@ read from its last `Stats` when the page is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -28,6 +28,8 @@ _ENGINE_COUNTERS = (
     ("preemptions", "preemptions", "Requests set aside because the KV pages were used up"),
     ("prefill_steps", "prefill_steps", "Prefill steps"),
     ("decode_steps", "decode_steps", "Decode steps"),
+    ("draft_steps", "draft_steps", "Draft steps: the first half of a round of speculation"),
+    ("verify_steps", "verify_steps", "Verify steps: the second half"),
     ("device_seconds", "device_seconds", "Time spent in steps"),
     ("host_seconds", "host_seconds", "Time spent planning and reading steps"),
 )
@@ -98,6 +100,15 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(f"trnc_{name}", text, value=getattr(stats, attribute))
         for name, attribute, text in _ENGINE_GAUGES:
             yield GaugeMetricFamily(f"trnc_{name}", text, value=getattr(stats, attribute))
+        yield _by_position("drafted_tokens", "Drafts that were checked", stats.drafted)
+        yield _by_position("accepted_tokens", "Drafts that were right", stats.accepted)
+
+
+def _by_position(name: str, text: str, counts: Sequence[int]) -> Metric:
+    family = CounterMetricFamily(f"trnc_{name}", f"{text}, by how far ahead", labels=("position",))
+    for position, count in enumerate(counts, start=1):
+        family.add_metric((str(position),), count)
+    return family
 
 
 class CountRequests:

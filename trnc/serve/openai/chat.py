@@ -85,7 +85,7 @@ class ChatServing:
 
     async def _job(self, body: ChatRequest) -> _Job:
         model = served_model(body.model, self._model_names)
-        options = usage_options(body.stream, body.stream_options)
+        options = usage_options(body.stream, body.stream_options, body.speculation_stats)
         max_tokens, max_tokens_param = _max_tokens(body)
         logprobs = _logprobs(body)
         count = choice_count(body.n)
@@ -114,7 +114,7 @@ class ChatServing:
             created=job.created,
             model=job.model,
             choices=[self._choice(job, i, output) for i, output in enumerate(outputs)],
-            usage=usage(len(job.prompt_ids), dict(enumerate(outputs)), len(outputs)),
+            usage=usage(len(job.prompt_ids), dict(enumerate(outputs)), len(outputs), job.usage),
             prompt_token_ids=job.prompt_token_ids,
         )
 

@@ -12,7 +12,13 @@ from trnc.errors import RequestError
 from trnc.serve.body import convert_object
 from trnc.serve.errors import ModelNotFoundError
 from trnc.serve.generation import Output
-from trnc.serve.openai.protocol import STREAM_OPTIONS_RULES, PromptTokensDetails, Stop, Usage
+from trnc.serve.openai.protocol import (
+    STREAM_OPTIONS_RULES,
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Stop,
+    Usage,
+)
 
 
 def served_model(requested: str | None, served: tuple[str, ...]) -> str:
@@ -31,16 +37,23 @@ def stop_reason(matched: Stop, eos_token_ids: Collection[int]) -> Stop:
 
 @dataclass(frozen=True, slots=True)
 class UsageOptions:
-    """Where a stream tells its usage: in a chunk of its own at the end, and so far in each one."""
+    """Where a stream tells its usage: in a chunk of its own at the end, and so far in each one.
+
+    With `speculation` the usage says how many tokens were guessed.
+    """
 
     at_end: bool = False
     in_chunks: bool = False
+    speculation: bool = False
 
 
-def usage_options(stream: bool | None, stream_options: Any) -> UsageOptions:
+def usage_options(
+    stream: bool | None, stream_options: Any, speculation_stats: bool | None
+) -> UsageOptions:
     """Return what `stream_options` ask for; raises RequestError for options of no stream."""
+    speculation = bool(speculation_stats)
     if stream_options is None:
-        return UsageOptions()
+        return UsageOptions(speculation=speculation)
     options = convert_object(stream_options, STREAM_OPTIONS_RULES, path="stream_options")
     if not stream:
         raise RequestError(
@@ -51,10 +64,13 @@ def usage_options(stream: bool | None, stream_options: Any) -> UsageOptions:
             "'stream_options.continuous_usage_stats' needs 'include_usage': true.",
             param="stream_options.continuous_usage_stats",
         )
-    return UsageOptions(bool(options.include_usage), bool(options.continuous_usage_stats))
+    in_chunks = bool(options.continuous_usage_stats)
+    return UsageOptions(bool(options.include_usage), in_chunks, speculation)
 
 
-def usage(prompt_tokens: int, last: Mapping[int, Output], choices: int) -> Usage:
+def usage(
+    prompt_tokens: int, last: Mapping[int, Output], choices: int, options: UsageOptions
+) -> Usage:
     """Return the usage of a request from the last output of each choice.
 
     Each prompt has `choices` choices and counts once, in full and for what was found in the cache:
@@ -63,7 +79,12 @@ def usage(prompt_tokens: int, last: Mapping[int, Output], choices: int) -> Usage
     completion_tokens = sum(output.completion_tokens for output in last.values())
     cached = sum(output.cached_tokens for index, output in last.items() if index % choices == 0)
     total = prompt_tokens + completion_tokens
-    return Usage(prompt_tokens, completion_tokens, total, PromptTokensDetails(cached))
+    details: CompletionTokensDetails | UnsetType = UNSET
+    if options.speculation:
+        accepted = sum(output.accepted_tokens for output in last.values())
+        drafted = sum(output.drafted_tokens for output in last.values())
+        details = CompletionTokensDetails(accepted, drafted - accepted)
+    return Usage(prompt_tokens, completion_tokens, total, PromptTokensDetails(cached), details)
 
 
 class UsageMeter:
@@ -81,7 +102,7 @@ class UsageMeter:
 
     def total(self) -> Usage:
         """Return the usage so far."""
-        return usage(self._prompt_tokens, self._last, self._choices)
+        return usage(self._prompt_tokens, self._last, self._choices, self._options)
 
     def of_chunk(self) -> Usage | UnsetType | None:
         """Return the `usage` of a chunk with choices: null where the usage comes at the end."""

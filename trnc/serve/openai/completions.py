@@ -84,7 +84,7 @@ class CompletionServing:
 
     async def _job(self, body: CompletionRequest) -> _Job:
         model = served_model(body.model, self._model_names)
-        options = usage_options(body.stream, body.stream_options)
+        options = usage_options(body.stream, body.stream_options, body.speculation_stats)
         logprobs = None if body.logprobs is None else check_logprobs(body.logprobs, "logprobs")
         count = choice_count(body.n, body.best_of)
         prompts = split_prompt(body.prompt)
@@ -119,7 +119,7 @@ class CompletionServing:
     async def _complete(self, job: _Job) -> Completion:
         outputs = await collect([self._generator.stream(request) for request in job.requests])
         answers = [self._choice(job, i, output, whole=True) for i, output in enumerate(outputs)]
-        total = usage(job.prompt_tokens, dict(enumerate(outputs)), job.choices)
+        total = usage(job.prompt_tokens, dict(enumerate(outputs)), job.choices, job.usage)
         return _completion(job, answers, total)
 
     async def _stream(self, job: _Job) -> AsyncGenerator[Completion, None]:

@@ -45,6 +45,7 @@ class _SamplingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    speculation_stats: bool | None = None
 
 
 class ChatRequest(_SamplingRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,6 +96,13 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """How many tokens speculation guessed, in OpenAI's words: right ones, and wrong ones."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Token counts of a whole request."""
 
@@ -102,6 +110,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
