@@ -10,6 +10,9 @@ import sys
 import trnc.serve.app, trnc.serve.launch, trnc.serve.model
 from trnc.serve.openai import chat, completions, models, router
 from trnc.serve.info import router, serving
+from trnc.serve.sglang import router, serving
+from trnc.serve.tokens import router, serving
+from trnc.serve.admin import router, serving
 heavy = {"torch", "transformers"} & set(sys.modules)
 assert not heavy, heavy
 allowed = ("trnc.serve", "trnc.checkpoint", "trnc.core", "trnc.errors", "trnc.engine.messages")

@@ -61,7 +61,7 @@ def completion(server: Server, **fields: Any) -> httpx.Response:
         ("seed", "1", "expected int"),
         ("stop", "", "not empty"),
         ("stop", ["a", ""], "not empty"),
-        ("stop", ["x"] * 17, "at most 16"),
+        ("stop", ["x"] * 33, "at most 32"),
         ("stop", 5, "expected str | array"),
         ("top_logprobs", 21, "between 0 and 20"),
         ("top_logprobs", 1, "needs 'logprobs'"),

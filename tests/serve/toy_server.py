@@ -73,6 +73,7 @@ def run_server(port: int, mode: str) -> int:
                     defaults=GenerationDefaults(),
                 ),
                 options=options,
+                settings={},
                 console=Console(),
                 started=started,
             )

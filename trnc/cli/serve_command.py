@@ -50,6 +50,7 @@ def run_serve(arguments: EngineArguments, options: ServeOptions, *, names: tuple
             engine=engine,
             model=load_model(source, names=names),
             options=options,
+            settings=msgspec.to_builtins(arguments),
             console=console,
             started=started,
         )

@@ -5,6 +5,9 @@ Which role has which routes is in the table of `roles.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -32,6 +35,7 @@ def make_parts(
     options: ServeOptions | None = None,
     admission: Admission | None = None,
     parsers: Parsers | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Parts:
     """Return what the serving classes of every role are built from."""
     options = options or ServeOptions()
@@ -51,6 +55,7 @@ def make_parts(
         admission=admission,
         options=options,
         parsers=parsers or Parsers(),
+        settings=settings or {},
     )
 
 
@@ -61,14 +66,21 @@ def create_app(
     options: ServeOptions | None = None,
     admission: Admission | None = None,
     parsers: Parsers | None = None,
+    settings: Mapping[str, Any] | None = None,
     roles: tuple[Role, ...] = tuple(ROUTERS),
 ) -> ASGIApp:
     """Return the ASGI application; `engine.run()` must be running beside it.
 
-    `admission` is how the caller drains it.
+    `admission` is how the caller drains it. `settings` are what `/server_info` tells of how the
+    server was started: nothing secret.
     """
     parts = make_parts(
-        engine=engine, model=model, options=options, admission=admission, parsers=parsers
+        engine=engine,
+        model=model,
+        options=options,
+        admission=admission,
+        parsers=parsers,
+        settings=settings,
     )
     keys = Keys(api_keys=parts.options.api_keys, admin_key=parts.options.admin_api_key)
     app = Starlette(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from trnc.engine.messages import (
     Delta,
     Deltas,
     Failed,
+    FlushCache,
+    Flushed,
     GetStats,
     Ready,
     Shutdown,
@@ -82,7 +85,11 @@ class EngineClient:
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._lost: str | None = None
         self._stats_waiters: list[asyncio.Future[Stats]] = []
+        self._flush_waiters: deque[asyncio.Future[int | None]] = deque()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self.last_stats: Stats | None = None
+        self.messages_received = 0
         self.in_flight: dict[str, InFlight] = {}
 
     async def run(self) -> None:
@@ -134,6 +141,7 @@ class EngineClient:
         if submit.request_id in self.in_flight:
             raise RequestError(f"Request id '{submit.request_id}' is in use.", param="request_id")
         request = self.in_flight[submit.request_id] = InFlight(submit)
+        self._idle.clear()
         over = False
         try:
             self._send(submit)
@@ -147,6 +155,8 @@ class EngineClient:
             del self.in_flight[submit.request_id]
             if not over:
                 self._send(Abort(submit.request_id))
+            if not self.in_flight:
+                self._idle.set()
 
     def abort(self, request_id: str) -> bool:
         """Stop a request; its stream ends with the finish reason `abort`. False if unknown."""
@@ -165,6 +175,21 @@ class EngineClient:
         self._send(GetStats())
         return await waiter
 
+    async def flush_cache(self) -> int | None:
+        """Drop all cached prefixes; return how many pages they had, None if there are requests.
+
+        Raises EngineUnavailableError if the engine cannot answer.
+        """
+        _ = self.info
+        waiter: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        self._flush_waiters.append(waiter)
+        self._send(FlushCache())
+        return await waiter
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is in flight."""
+        await self._idle.wait()
+
     def shutdown(self) -> None:
         """Tell the engine to stop after its current step."""
         self._send(Shutdown())
@@ -176,12 +201,17 @@ class EngineClient:
         self._lost = reason
         for request in self.in_flight.values():
             request.queue.put_nowait(EngineUnavailableError(reason))
-        waiters: list[asyncio.Future[Any]] = [*self._stats_waiters, self._ready]
+        waiters: list[asyncio.Future[Any]] = [
+            *self._stats_waiters,
+            *self._flush_waiters,
+            self._ready,
+        ]
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_exception(EngineUnavailableError(reason))
                 waiter.exception()  # it may be that no one waits
         self._stats_waiters.clear()
+        self._flush_waiters.clear()
 
     def _read(self) -> None:
         """Take in every frame that is there: the socket's descriptor tells of changes only."""
@@ -198,6 +228,7 @@ class EngineClient:
             self._receive(message)
 
     def _receive(self, message: ToApi) -> None:
+        self.messages_received += 1
         match message:
             case Deltas():
                 for delta in message.deltas:
@@ -206,6 +237,8 @@ class EngineClient:
                 self._fail(message)
             case Stats():
                 self._answer_stats(message)
+            case Flushed():
+                self._answer_flush(message)
             case Starting():
                 self._on_starting(message.line)
             case Ready():
@@ -230,6 +263,13 @@ class EngineClient:
             if not waiter.done():
                 waiter.set_result(stats)
         self._stats_waiters.clear()
+
+    def _answer_flush(self, flushed: Flushed) -> None:
+        """Answer the one who has waited longest, for answers come in order."""
+        if self._flush_waiters:
+            waiter = self._flush_waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(flushed.pages)
 
     def _send(self, message: ToEngine) -> None:
         """Send without waiting: with no high-water mark only an engine that is not there blocks."""

@@ -8,7 +8,7 @@ during a stream (`EventStream`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,7 +22,8 @@ from trnc.serve.errors import BodyTooLargeError, describe, describe_to_anthropic
 
 T = TypeVar("T")
 Events = AsyncGenerator[msgspec.Struct, None]
-Answer = msgspec.Struct | Events
+Body = msgspec.Struct | Sequence[msgspec.Struct] | Mapping[str, Any]
+Answer = Body | Events
 
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -69,15 +70,15 @@ async def read_body(request: Request, limit: int) -> bytes:
     return b"".join(chunks)
 
 
-def json_response(body: msgspec.Struct, status: int = 200) -> Response:
-    """Return a struct as a JSON answer."""
+def json_response(body: Body, status: int = 200) -> Response:
+    """Return a struct, or several, as a JSON answer."""
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
 async def respond(
     request: Request, answer: Awaitable[Answer], style: StreamStyle = OPENAI_STREAM
 ) -> Response:
-    """Return the HTTP answer for what a serving class gives: one struct, or a stream of them.
+    """Return the HTTP answer for what a serving class gives: a struct, several, or a stream.
 
     A stream's first event is awaited here, so that an error before it is an HTTP error and not
     an event in a stream that started with 200.
@@ -87,9 +88,9 @@ async def respond(
 
 async def _respond(answer: Awaitable[Answer], style: StreamStyle) -> Response:
     result = await answer
-    if isinstance(result, msgspec.Struct):
-        return json_response(result)
-    return EventStream(await anext(result), result, style)
+    if isinstance(result, AsyncGenerator):
+        return EventStream(await anext(result), result, style)
+    return json_response(result)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

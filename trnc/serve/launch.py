@@ -13,9 +13,10 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from ipaddress import ip_address
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -40,12 +41,14 @@ def serve(
     engine: EngineProcess,
     model: ServedModel,
     options: ServeOptions,
+    settings: Mapping[str, Any],
     console: Console,
     started: float,
 ) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status of the command.
 
-    `started` is when the process started, by `time.perf_counter`.
+    `settings` are what `/server_info` tells of the engine's start; `started` is when the process
+    started, by `time.perf_counter`.
 
     Raises:
         EngineError: the engine ended before it was ready.
@@ -56,6 +59,7 @@ def serve(
             process=engine,
             model=model,
             options=options,
+            settings=settings,
             console=console,
             started=started,
         )
@@ -68,6 +72,7 @@ async def _serve(
     process: EngineProcess,
     model: ServedModel,
     options: ServeOptions,
+    settings: Mapping[str, Any],
     console: Console,
     started: float,
 ) -> int:
@@ -79,7 +84,9 @@ async def _serve(
     raise_file_limit()
     async with _client(process, show, options.engine_stop_seconds) as engine:
         admission = Admission(limit=options.max_concurrent_requests)
-        app = create_app(engine=engine, model=model, options=options, admission=admission)
+        app = create_app(
+            engine=engine, model=model, options=options, admission=admission, settings=settings
+        )
         server = _Server(uvicorn_config(app, tls))
         stop = _Stop(server, admission, options, show)
         for signum in (signal.SIGINT, signal.SIGTERM):

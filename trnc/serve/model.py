@@ -14,13 +14,14 @@ from trnc.checkpoint.tokenizer import Tokenizer, load_tokenizer
 class ServedModel:
     """The model that is served. `names` are what clients may call it; the first is the default.
 
-    `template` is None for a model that was not made for chats.
+    `template` is None for a model that was not made for chats, `source` for one without files.
     """
 
     names: tuple[str, ...]
     tokenizer: Tokenizer
     template: ChatTemplate | None
     defaults: GenerationDefaults
+    source: Source | None = None
 
 
 def load_model(source: Source, *, names: tuple[str, ...] = ()) -> ServedModel:
@@ -38,4 +39,5 @@ def load_model(source: Source, *, names: tuple[str, ...] = ()) -> ServedModel:
         tokenizer=tokenizer,
         template=template,
         defaults=generation_defaults(source),
+        source=source,
     )

@@ -79,8 +79,13 @@ class RequestPlanner:
         max_tokens_param: str,
         default_max_tokens: int | None,
         logprobs: int | None,
+        max_temperature: float | None = 2.0,
     ) -> GenerationRequest:
-        """Return the checked request; raises RequestError, or EngineUnavailableError."""
+        """Return the checked request; raises RequestError, or EngineUnavailableError.
+
+        `default_max_tokens` None means all that the context has room for. `max_temperature` is
+        the API's limit: OpenAI's unless said otherwise.
+        """
         info = self._engine.info
         return GenerationRequest(
             request_id=request_id,
@@ -91,6 +96,7 @@ class RequestPlanner:
                 defaults=self._defaults,
                 vocab_size=info.vocab_size,
                 features=info.features,
+                max_temperature=max_temperature,
             ),
             max_tokens=output_budget(
                 len(prompt_ids),

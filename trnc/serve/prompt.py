@@ -87,6 +87,26 @@ class PromptBuilder:
         check_token_ids(prompt, param, vocab_size)
         return prompt
 
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Return the ids of texts, which may be empty; raises RequestError for lone surrogates."""
+
+        def encode() -> list[list[int]]:
+            return [self._tokenizer.encode(t, add_special_tokens=add_special_tokens) for t in texts]
+
+        return await _off_loop(sum(map(len, texts)), encode)
+
+    async def decode(
+        self, batch: Sequence[Sequence[int]], *, skip_special_tokens: bool
+    ) -> list[str]:
+        """Return the text of each list of ids."""
+
+        def decode() -> list[str]:
+            return [
+                self._tokenizer.decode(i, skip_special_tokens=skip_special_tokens) for i in batch
+            ]
+
+        return await _off_loop(sum(map(len, batch)), decode)
+
     async def from_messages(
         self,
         messages: list[dict[str, Any]],
@@ -136,8 +156,8 @@ def _size(content: Any) -> int:
     return len(content or "")
 
 
-async def _off_loop(size: int, encode: Callable[[], T]) -> T:
-    return encode() if size < IN_THREAD else await asyncio.to_thread(encode)
+async def _off_loop(size: int, work: Callable[[], T]) -> T:
+    return work() if size < IN_THREAD else await asyncio.to_thread(work)
 
 
 def _not_empty(ids: Sequence[int], param: str) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from starlette.routing import Route
 
@@ -24,12 +24,15 @@ from trnc.serve.planner import RequestPlanner
 from trnc.serve.prompt import PromptBuilder
 from trnc.serve.turn import TurnRunner
 
-Role = Literal["openai", "responses", "messages", "info"]
+Role = Literal["openai", "responses", "messages", "sglang", "tokens", "info", "admin"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What the serving classes are built from, made once."""
+    """What the serving classes are built from, made once.
+
+    `settings` are what the server was started with and may tell, by name.
+    """
 
     engine: EngineClient
     model: ServedModel
@@ -40,6 +43,7 @@ class Parts:
     admission: Admission
     options: ServeOptions
     parsers: Parsers
+    settings: Mapping[str, Any]
 
     @property
     def turns(self) -> TurnRunner:
@@ -114,12 +118,56 @@ def _messages(parts: Parts) -> list[Route]:
     )
 
 
+def _sglang(parts: Parts) -> list[Route]:
+    from trnc.serve.sglang.router import sglang_routes
+    from trnc.serve.sglang.serving import GenerateServing
+
+    return sglang_routes(
+        generate=GenerateServing(
+            engine=parts.engine,
+            generator=parts.generator,
+            planner=parts.planner,
+            prompts=parts.prompts,
+            tokenizer=parts.model.tokenizer,
+        ),
+        max_body_bytes=parts.max_body_bytes,
+    )
+
+
+def _tokens(parts: Parts) -> list[Route]:
+    from trnc.serve.tokens.router import token_routes
+    from trnc.serve.tokens.serving import TokenServing
+
+    return token_routes(
+        tokens=TokenServing(
+            engine=parts.engine,
+            prompts=parts.prompts,
+            tokenizer=parts.model.tokenizer,
+            model_names=parts.model.names,
+        ),
+        max_body_bytes=parts.max_body_bytes,
+    )
+
+
 def _info(parts: Parts) -> list[Route]:
+    from trnc.serve.info.about import AboutServing
+    from trnc.serve.info.load import LoadServing
     from trnc.serve.info.router import info_routes
     from trnc.serve.info.serving import InfoServing
 
     return info_routes(
-        info=InfoServing(engine=parts.engine, metrics=parts.metrics, admission=parts.admission)
+        info=InfoServing(engine=parts.engine, metrics=parts.metrics, admission=parts.admission),
+        about=AboutServing(engine=parts.engine, model=parts.model, settings=parts.settings),
+        load=LoadServing(engine=parts.engine),
+    )
+
+
+def _admin(parts: Parts) -> list[Route]:
+    from trnc.serve.admin.router import admin_routes
+    from trnc.serve.admin.serving import AdminServing
+
+    return admin_routes(
+        admin=AdminServing(engine=parts.engine), max_body_bytes=parts.max_body_bytes
     )
 
 
@@ -127,7 +175,10 @@ ROUTERS: Mapping[Role, Callable[[Parts], list[Route]]] = {
     "openai": _openai,
     "responses": _responses,
     "messages": _messages,
+    "sglang": _sglang,
+    "tokens": _tokens,
     "info": _info,
+    "admin": _admin,
 }
-# Routes that change the server or show how it is set up: behind the admin key, if there is one.
-ADMIN_ROLES: frozenset[Role] = frozenset()
+# Routes that change the server: behind the admin key, if there is one.
+ADMIN_ROLES: frozenset[Role] = frozenset({"admin"})

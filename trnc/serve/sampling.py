@@ -16,8 +16,9 @@ from trnc.errors import RequestError
 
 T = TypeVar("T")
 
-MAX_STOPS = 16
+MAX_STOPS = 32
 MAX_CHOICES = 128
+MAX_ANSWERS = 1024
 INT64 = range(-(2**63), 2**63)
 
 
@@ -56,14 +57,17 @@ def sampling_params(
     defaults: GenerationDefaults,
     vocab_size: int,
     features: Sequence[str],
+    max_temperature: float | None,
 ) -> SamplingParams:
     """Return checked parameters; a field that is not set takes the model's or OpenAI's default.
 
-    A seed is drawn when there is none, so that every request can be replayed.
+    `max_temperature` is the API's own limit, if it has one. A seed is drawn when there is none, so
+    that every request can be replayed.
 
     Raises:
         RequestError: a value is out of range, or needs a feature that the preset leaves out.
     """
+    _check_temperature(fields.temperature, max_temperature)
     _check_ranges(fields)
     seed = secrets.randbelow(2**63) if fields.seed is None else fields.seed
     if logprobs is not None:
@@ -96,6 +100,16 @@ def choice_count(n: int | None, best_of: int | None = None) -> int:
     if best_of not in (None, count):
         _refuse("best_of", f"equal to 'n' ({count})", best_of)
     return count
+
+
+def check_answers(prompts: int, choices: int, param: str) -> None:
+    """Raise RequestError if one request wants more answers than it may."""
+    if prompts * choices > MAX_ANSWERS:
+        raise RequestError(
+            f"'{param}': {prompts} prompts with {choices} choices each are over {MAX_ANSWERS}"
+            " answers.",
+            param=param,
+        )
 
 
 def with_seed_offset(sampling: SamplingParams, offset: int) -> SamplingParams:
@@ -144,10 +158,19 @@ def check_token_ids(token_ids: Sequence[int], param: str, vocab_size: int) -> No
             )
 
 
+def _check_temperature(value: float | None, most: float | None) -> None:
+    rule = "a non-negative finite number" if most is None else f"between 0 and {most:g}"
+    _check(
+        value is None or (value >= 0 and (most is None or value <= most)),
+        "temperature",
+        rule,
+        value,
+    )
+
+
 def _check_ranges(fields: SamplingFields) -> None:
     """Check what the client set; null means "not set"."""
     rules: list[tuple[str, Callable[[Any], bool], str]] = [
-        ("temperature", lambda v: 0.0 <= v <= 2.0, "between 0 and 2"),
         ("top_p", lambda v: 0.0 < v <= 1.0, "above 0 and at most 1"),
         ("top_k", lambda v: v >= -1, "at least 1, or 0 or -1 for all tokens"),
         ("min_p", lambda v: 0.0 <= v <= 1.0, "between 0 and 1"),

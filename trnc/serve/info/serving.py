@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+import uuid
+from contextlib import aclosing, suppress
 
 import msgspec
 
 import trnc
+from trnc.core import SamplingParams
+from trnc.engine.messages import Submit
 from trnc.errors import EngineError
 from trnc.serve.access import Admission
 from trnc.serve.engine_client import EngineClient
+from trnc.serve.errors import EngineUnavailableError, QueueFullError
 from trnc.serve.metrics import Metrics
 
 STATS_SECONDS = 2.0  # how long /metrics waits for an engine that is in a long step
+PROBE_SECONDS = 20.0  # how long /health_generate waits for a sign of life; SGLang's
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -44,6 +49,29 @@ class InfoServing:
         self._admission.check_ready()
         _ = self._engine.info
         return Health()
+
+    async def health_generate(self, seconds: float = PROBE_SECONDS) -> None:
+        """Return once the engine has generated a token, or has shown that it is alive.
+
+        A busy engine is well: one that is full, or has answered others while this waited.
+
+        Raises:
+            EngineUnavailableError: it is not ready, gone, or silent for `seconds`.
+        """
+        self.health()
+        heard = self._engine.messages_received
+        probe = Submit(f"health-{uuid.uuid4().hex}", (0,), SamplingParams(), 1)
+        try:
+            async with asyncio.timeout(seconds), aclosing(self._engine.generate(probe)) as deltas:
+                async for _ in deltas:
+                    pass
+        except QueueFullError:
+            return
+        except TimeoutError:
+            if self._engine.messages_received == heard:
+                raise EngineUnavailableError(
+                    f"The engine gave no sign of life for {seconds:g} seconds."
+                ) from None
 
     def version(self) -> Version:
         """Return the version of trnc."""

@@ -33,10 +33,9 @@ from trnc.serve.openai.protocol import (
 )
 from trnc.serve.planner import RequestPlanner, choices
 from trnc.serve.prompt import PromptBuilder
-from trnc.serve.sampling import check_logprobs, choice_count
+from trnc.serve.sampling import MAX_ANSWERS, check_answers, check_logprobs, choice_count
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-MAX_PROMPTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ class CompletionServing:
         logprobs = None if body.logprobs is None else check_logprobs(body.logprobs, "logprobs")
         count = choice_count(body.n, body.best_of)
         prompts = split_prompt(body.prompt)
-        _check_total(len(prompts), count)
+        check_answers(len(prompts), count, "n")
         vocab_size = self._engine.info.vocab_size
         encoded = await self._prompts.from_prompts(prompts, "prompt", vocab_size)
         job_id = f"cmpl-{uuid.uuid4().hex}"
@@ -166,14 +165,6 @@ class CompletionServing:
         )
 
 
-def _check_total(prompts: int, count: int) -> None:
-    if prompts * count > MAX_PROMPTS:
-        raise RequestError(
-            f"'n': {prompts} prompts with {count} choices each are over {MAX_PROMPTS} answers.",
-            param="n",
-        )
-
-
 def split_prompt(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
     """Return the prompts of a request, each as text or as token ids."""
     if isinstance(prompt, str):
@@ -188,9 +179,9 @@ def split_prompt(prompt: str | list[str | int | list[int]]) -> list[str | list[i
             " lists of token ids.",
             param="prompt",
         )
-    if len(prompts) > MAX_PROMPTS:
+    if len(prompts) > MAX_ANSWERS:
         raise RequestError(
-            f"'prompt' must hold at most {MAX_PROMPTS} prompts, got {len(prompts)}.",
+            f"'prompt' must hold at most {MAX_ANSWERS} prompts, got {len(prompts)}.",
             param="prompt",
         )
     return prompts or [ids]

@@ -1,0 +1,1 @@
+"""What changes a running server: aborting requests, flushing the prefix cache."""

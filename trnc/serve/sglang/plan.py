@@ -1,0 +1,234 @@
+"""From the body of /generate to requests for the engine: batches, ids and SGLang's field names."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from trnc.errors import RequestError
+from trnc.serve.body import convert_object
+from trnc.serve.generation import GenerationRequest
+from trnc.serve.planner import RequestPlanner, choices
+from trnc.serve.sampling import check_answers, check_logprobs, choice_count
+from trnc.serve.sglang.protocol import (
+    DEFAULT_MAX_NEW_TOKENS,
+    SAMPLING_RULES,
+    GenerateRequest,
+    SamplingRequest,
+)
+
+T = TypeVar("T")
+
+GREEDY_BELOW = 1e-6  # SGLang takes such a temperature for 0
+# What is called otherwise here than in the shared layer.
+_OTHER_NAMES = {"seed": "sampling_seed"}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One answer: a request for the engine and how it is told."""
+
+    request: GenerationRequest
+    stream_interval: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """SGLang's sampling parameters under the shared names (`planner.RequestFields`)."""
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int | None
+    logit_bias: dict[str, float] | None
+    stop: str | list[str] | None
+    stop_regex: str | list[str] | None
+    stop_token_ids: list[int] | None
+    ignore_eos: bool | None
+    include_stop_str_in_output: bool | None
+    no_stop_trim: bool | None
+    skip_special_tokens: bool | None
+
+
+def prompts_of(body: GenerateRequest) -> tuple[list[str | list[int]], str, bool]:
+    """Return the prompts, the name of the field that holds them, and whether they are a batch.
+
+    Raises:
+        RequestError: neither field is there, or both; the batch is empty or mixed.
+    """
+    if (body.text is None) == (body.input_ids is None):
+        raise RequestError(
+            "Either text, input_ids or input_embeds should be provided. (One of them; this server"
+            " has no input_embeds.)",
+            param="text",
+        )
+    if isinstance(body.text, str):
+        return [body.text], "text", False
+    if body.text is not None:
+        _check_batch(len(body.text), "text")
+        return list(body.text), "text", True
+    items = body.input_ids or []
+    _check_batch(len(items), "input_ids")
+    batch = [item for item in items if isinstance(item, list)]
+    ids = [item for item in items if isinstance(item, int)]
+    if batch and ids:
+        raise RequestError(
+            "'input_ids' must be a list of token ids, or a list of such lists.", param="input_ids"
+        )
+    return (list(batch), "input_ids", True) if batch else ([ids], "input_ids", False)
+
+
+def _check_batch(size: int, param: str) -> None:
+    if not size:
+        raise RequestError(f"'{param}' must not be empty.", param=param)
+
+
+def plan_parts(
+    planner: RequestPlanner,
+    body: GenerateRequest,
+    prompt_ids: list[tuple[int, ...]],
+    prompt_param: str,
+) -> list[Part]:
+    """Return the answers to give, prompt after prompt, `n` for each.
+
+    Raises:
+        RequestError: a field is wrong; `param` is its path, such as `sampling_params[1].top_p`.
+    """
+    count = len(prompt_ids)
+    sampling = _sampling(body.sampling_params, count)
+    n = _common_n(sampling)
+    check_answers(count, n, "sampling_params.n")
+    rids = _request_ids(body.rid, count)
+    logprobs = _logprobs(body, count)
+    parts: list[Part] = []
+    for i, (path, params) in enumerate(sampling):
+        interval = _stream_interval(path, params)
+        try:
+            request = planner.plan(
+                _fields(params),
+                request_id=rids[i],
+                prompt_ids=prompt_ids[i],
+                prompt_param=prompt_param,
+                max_tokens=params.max_new_tokens,
+                max_tokens_param="max_new_tokens",
+                default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
+                logprobs=logprobs[i],
+                max_temperature=None,
+            )
+        except RequestError as error:
+            raise _renamed(error, path) from None
+        parts += [Part(choice, interval) for choice in choices(request, n)]
+    return parts
+
+
+def _sampling(given: Any, count: int) -> list[tuple[str, SamplingRequest]]:
+    """Return each prompt's sampling parameters and where they are."""
+    path = "sampling_params"
+    if not isinstance(given, list):
+        params = convert_object({} if given is None else given, SAMPLING_RULES, path=path)
+        return [(path, params)] * count
+    _check_length(given, count, path)
+    paths = [f"{path}[{i}]" for i in range(count)]
+    return [
+        (p, convert_object(v, SAMPLING_RULES, path=p)) for p, v in zip(paths, given, strict=True)
+    ]
+
+
+def _common_n(sampling: list[tuple[str, SamplingRequest]]) -> int:
+    counts = {choice_count(params.n) for _, params in sampling}
+    if len(counts) > 1:
+        raise RequestError(
+            "'sampling_params': all prompts of a batch must have the same n.",
+            param="sampling_params",
+        )
+    return counts.pop()
+
+
+def _request_ids(rid: str | list[str] | None, count: int) -> list[str]:
+    """Return an id for each prompt: the client's, or new ones."""
+    if rid is None:
+        return [uuid.uuid4().hex for _ in range(count)]
+    if isinstance(rid, str):
+        rids = [rid] if count == 1 else [f"{rid}_{i}" for i in range(count)]
+    else:
+        _check_length(rid, count, "rid")
+        rids = rid
+    if not all(rids):
+        raise RequestError("'rid' must not be empty.", param="rid")
+    twice = [name for name, times in Counter(rids).items() if times > 1]
+    if twice:
+        raise RequestError(
+            f"Duplicate request IDs detected within the request: {twice}", param="rid"
+        )
+    return rids
+
+
+def _logprobs(body: GenerateRequest, count: int) -> list[int | None]:
+    """Return for each prompt how many alternatives are wanted, None for no log-probabilities."""
+    wanted = _for_each(body.return_logprob, count, "return_logprob", False)
+    numbers = _for_each(body.top_logprobs_num, count, "top_logprobs_num", 0)
+    for want, number in zip(wanted, numbers, strict=True):
+        check_logprobs(number, "top_logprobs_num")
+        if number and not want:
+            raise RequestError(
+                "'top_logprobs_num' needs 'return_logprob': true.", param="top_logprobs_num"
+            )
+    return [number if want else None for want, number in zip(wanted, numbers, strict=True)]
+
+
+def _for_each(value: T | list[T] | None, count: int, param: str, default: T) -> list[T]:
+    if isinstance(value, list):
+        _check_length(value, count, param)
+        return value
+    return [default if value is None else value] * count
+
+
+def _check_length(values: list[Any], count: int, param: str) -> None:
+    if len(values) != count:
+        raise RequestError(
+            f"'{param}' has {len(values)} entries, but there are {count} prompts.", param=param
+        )
+
+
+def _stream_interval(path: str, params: SamplingRequest) -> int:
+    interval = 1 if params.stream_interval is None else params.stream_interval
+    if interval < 1:
+        param = f"{path}.stream_interval"
+        raise RequestError(f"'{param}' must be at least 1, got {interval}.", param=param)
+    return interval
+
+
+def _fields(params: SamplingRequest) -> _Fields:
+    temperature = params.temperature
+    if temperature is not None and 0 < temperature < GREEDY_BELOW:
+        temperature = 0.0
+    return _Fields(
+        temperature=temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        seed=params.sampling_seed,
+        logit_bias=params.logit_bias,
+        stop=params.stop,
+        stop_regex=params.stop_regex,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        include_stop_str_in_output=None,
+        no_stop_trim=params.no_stop_trim,
+        skip_special_tokens=params.skip_special_tokens,
+    )
+
+
+def _renamed(error: RequestError, path: str) -> RequestError:
+    """Return the error with the name that the client gave to the field."""
+    field = error.param or ""
+    if field == "logprobs":
+        name = "return_logprob"
+    elif field in _OTHER_NAMES or field in SamplingRequest.__struct_fields__:
+        name = f"{path}.{_OTHER_NAMES.get(field, field)}"
+    else:
+        return error
+    return RequestError(str(error).replace(f"'{field}'", f"'{name}'"), param=name, code=error.code)
