@@ -106,7 +106,7 @@ def build_program(config: ProgramConfig, key: VariantKey) -> Program:
         calls.append(accept_call(config, key))
         outputs.append("value.accepted")
     if config.speculates:
-        calls += cache_calls(config, key)
+        calls.append(mtp_cache_call(config, key))
     if key.logprobs:
         outputs += ["value.logprob", "value.top_ids", "value.top_logprobs"]
     return Program(steps=(*calls, *_updates(config, key)), outputs=tuple(outputs))
@@ -149,33 +149,31 @@ def accept_call(config: ProgramConfig, key: VariantKey) -> Call:
     return _call(config.spec("accept", key), bindings, {})
 
 
-def cache_calls(config: ProgramConfig, key: VariantKey) -> Iterator[Call]:
+def mtp_cache_call(config: ProgramConfig, key: VariantKey) -> Call:
     """After the sampling: what the MTP layer keeps of every position of the step.
 
     The token after a row is `input.next_ids`, or the token picked in the row that `input.next_rows`
-    names. The target's states are `value.states`.
+    names. The target's states become `value.states`.
     """
-    yield final_norm_call(config, key)
-    names = {
-        "token_ids": "input.next_ids",
-        "token_slots": "input.next_rows",
-        "last_tokens": "value.tokens",
-        "previous": "value.states",
-    }
-    yield _mtp_embed(config, key, names)
-    index = config.model.num_layers
+    index, preset = config.model.num_layers, config.preset
+    cache = cache_layout(config.model, preset.kv_dtype, preset.page_size)
     spec = replace(
         config.spec("mtp_cache", key),
         rows=0,
-        formats=config.formats.layers[index],
-        kv_dtype=config.preset.kv_dtype,
-        page_size=config.preset.page_size,
+        formats=config.formats,
+        kv_dtype=preset.kv_dtype,
+        page_size=preset.page_size,
     )
-    ports = build_stage(spec).inputs
-    bindings = {port: f"value.{port}" for port in ("hidden", "cos", "sin")}
-    bindings = {port: f"weight.layers.{index}.{port}" for port in ports} | bindings
-    cache = cache_layout(config.model, config.preset.kv_dtype, config.preset.page_size)
-    yield _call(spec, bindings, {name: f"value.{name}.{index}" for name in cache.new})
+    own = {port: f"weight.layers.{index}.{port}" for port in build_stage(spec).inputs}
+    names = {
+        "hidden": "value.hidden",
+        "norm": "weight.norm",
+        "token_ids": "input.next_ids",
+        "token_slots": "input.next_rows",
+        "positions": "input.positions",
+    }
+    bindings = {**own, **_EMBEDDING, **names, "last_tokens": "value.tokens"}
+    return _call(spec, bindings, {name: f"value.{name}.{index}" for name in cache.new})
 
 
 def distinct_specs(programs: Iterator[Program]) -> tuple[StageSpec, ...]:
@@ -205,12 +203,6 @@ def _embed(config: ProgramConfig, key: VariantKey) -> Call:
     # Neither the number of sequences nor anything of the cache shapes this graph.
     spec = replace(config.spec("embed", key), rows=0, formats=config.formats)
     return _call(spec, _EMBEDDING, {})
-
-
-def final_norm_call(config: ProgramConfig, key: VariantKey) -> Call:
-    """After the layers: `value.states`, what `mtp_calls` takes as `input.previous`."""
-    spec = replace(config.spec("final_norm", key), rows=0)
-    return _call(spec, {"hidden": "value.hidden", "norm": "weight.norm"}, {})
 
 
 def mtp_calls(

@@ -9,12 +9,14 @@ The layer is a stage of `trnc.models.layer` with pages of its own. A further ste
 z_i for h, after the norm, and the drafted token. Row i stands at position i, as in the target, so
 both use one block table; rope sees differences of positions only. E and the head are the model's.
 
-So a round of a draft is mtp_embed -> layer -> mtp_head, and `final_norm` gives it the target's h.
-The keys and values of the MTP layer depend on its input alone. So a step of the target, which knows
-h_i and t_{i+1} at all of its positions, adds them by mtp_embed -> mtp_cache: there is never a gap.
+So a round of a draft is mtp_embed -> layer -> mtp_head. The keys and values of the MTP layer depend
+on its input alone. So a step of the target, which knows h_i and t_{i+1} at all of its positions,
+adds them by `mtp_cache`, and keeps the h that a draft starts from: there is never a gap.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -60,39 +62,30 @@ def mtp_embed_stage(spec: StageSpec) -> Stage:
 
 
 def mtp_cache_stage(spec: StageSpec) -> Stage:
-    """The input of the MTP layer [T, H] to its rows in the cache, without attending."""
-    model = spec.model
+    """What a step of the target adds for drafts: its states [T, H] after the model's last norm, and
+    the MTP layer's rows in the cache, without attending.
+
+    Tokens are those after the rows, as in `mtp_embed`. `spec.formats` are those of the model.
+    """
+    model, formats = spec.model, spec.formats
+    assert isinstance(formats, WeightFormats)
     module = llama if model.mla is None else mla
+    layer = replace(spec, formats=formats.layers[-1])
+    embed = mtp_embed_stage(spec)
 
-    def mtp_cache(**tensors: Tensor) -> tuple[Tensor, ...]:
-        _, *new = module.project(spec, tensors)
-        return tuple(new)
+    def mtp_cache(hidden: Tensor, norm: Tensor, **tensors: Tensor) -> tuple[Tensor, ...]:
+        states = ops.rms_norm(hidden, norm, model.rms_eps)
+        own = {port: tensors[port] for port in embed.inputs if port in tensors}
+        fused, cos, sin = embed.function(previous=states, **own)
+        _, *new = module.project(layer, tensors | {"hidden": fused, "cos": cos, "sin": sin})
+        return states, *new
 
-    half = model.rope.dim // 2
-    inputs = {
-        "hidden": TensorSpec((spec.tokens, model.hidden_size)),
-        "cos": TensorSpec((spec.tokens, half)),
-        "sin": TensorSpec((spec.tokens, half)),
-    }
-    weights = {
-        port: tensor for port, tensor in layer_weights(spec).items() if port in module.PROJECTED
-    }
-    outputs = cache_layout(model, spec.kv_dtype, spec.page_size).new
-    return Stage(function=mtp_cache, inputs=inputs | weights, outputs=outputs)
-
-
-def final_norm_stage(spec: StageSpec) -> Stage:
-    """The states of all rows [T, H] after the model's last norm: what the MTP layer starts from."""
-    model = spec.model
-
-    def final_norm(hidden: Tensor, norm: Tensor) -> tuple[Tensor]:
-        return (ops.rms_norm(hidden, norm, model.rms_eps),)
-
-    inputs = {
-        "hidden": TensorSpec((spec.tokens, model.hidden_size)),
-        "norm": TensorSpec((model.hidden_size,)),
-    }
-    return Stage(function=final_norm, inputs=inputs, outputs=("states",))
+    inputs = {"hidden": embed.inputs["previous"], "norm": TensorSpec((model.hidden_size,))}
+    inputs |= {port: tensor for port, tensor in embed.inputs.items() if port != "previous"}
+    weights = layer_weights(layer)
+    inputs |= {port: weights[port] for port in module.PROJECTED if port in weights}
+    outputs = ("states", *cache_layout(model, spec.kv_dtype, spec.page_size).new)
+    return Stage(function=mtp_cache, inputs=inputs, outputs=outputs)
 
 
 def mtp_head_stage(spec: StageSpec) -> Stage:

@@ -13,7 +13,6 @@ _BUILDERS: Mapping[StageKind, Callable[[StageSpec], Stage]] = {
     "layer": layer_stage,
     "moe_layer": layer_stage,
     "head": llama.head_stage,
-    "final_norm": mtp.final_norm_stage,
     "mtp_embed": mtp.mtp_embed_stage,
     "mtp_cache": mtp.mtp_cache_stage,
     "mtp_head": mtp.mtp_head_stage,

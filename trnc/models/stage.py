@@ -22,7 +22,6 @@ StageKind = Literal[
     "layer",
     "moe_layer",
     "head",
-    "final_norm",
     "mtp_embed",
     "mtp_cache",
     "mtp_head",
