@@ -29,7 +29,7 @@ compile: setup
 	$(BIN)/trnc compile --model $(MODEL) --preset $(PRESET)
 
 test: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 check: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,15 @@ import pytest
 
 @pytest.fixture(scope="session")
 def store_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a store for the whole session: everything is compiled once."""
-    return tmp_path_factory.mktemp("store")
+    """The folder of a store for the whole session: everything is compiled once.
+
+    Workers of pytest-xdist share one: what two of them want is compiled by the first.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return tmp_path_factory.mktemp("store")
+    folder = tmp_path_factory.getbasetemp().parent / "store"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="session")
