@@ -8,7 +8,7 @@
 - routed experts, instead of gate, up and down: `router`, `router_correction`,
   `experts.{e}.gate|up|down`, `shared_gate|shared_up|shared_down`.
 - a layer of multi-token prediction, which comes after the others, has beside these `enorm`,
-  `hnorm`, `eh_proj` and `shared_norm`.
+  `hnorm`, `eh_proj` and `shared_norm`, and `draft_ids` where it drafts only some tokens.
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ class WeightShapes(Protocol):
     def mla(self) -> LatentShapes | None: ...  # noqa: D102
     @property
     def mtp_layers(self) -> int: ...  # noqa: D102
+    @property
+    def mtp_vocab(self) -> int: ...  # noqa: D102
     def is_moe(self, index: int) -> bool: ...  # noqa: D102
 
 
@@ -86,7 +88,7 @@ def weight_shapes(config: WeightShapes) -> Shapes:
     for index in range(config.num_layers + config.mtp_layers):
         layer = _attention(config) | _mlp(config, index)
         if index in mtp_layers(config):
-            layer = _mtp(config.hidden_size) | layer
+            layer = _mtp(config.hidden_size, config.mtp_vocab) | layer
         shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
     shapes["norm"] = (config.hidden_size,)
     if not config.tie_embeddings:
@@ -152,6 +154,7 @@ def _experts(hidden: int, moe: ExpertShapes) -> Shapes:
     return layer
 
 
-def _mtp(hidden: int) -> Shapes:
-    norms: Shapes = dict.fromkeys(("enorm", "hnorm", "shared_norm"), (hidden,))
-    return norms | {"eh_proj": (hidden, 2 * hidden)}
+def _mtp(hidden: int, vocab: int) -> Shapes:
+    shapes: Shapes = dict.fromkeys(("enorm", "hnorm", "shared_norm"), (hidden,))
+    shapes["eh_proj"] = (hidden, 2 * hidden)
+    return shapes | ({"draft_ids": (vocab,)} if vocab else {})

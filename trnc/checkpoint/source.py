@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from trnc.checkpoint.mtp_file import packaged_block
 from trnc.errors import CheckpointError, nearest
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -39,12 +40,14 @@ _HUB_FILES = [
 class Source:
     """A model on this machine. `path` is a GGUF file or a folder with a `config.json`.
 
-    `name` is what the server calls the model by default.
+    `name` is what the server calls the model by default. `mtp` is the file of an MTP block for a
+    model whose checkpoint has none (see `mtp_file`).
     """
 
     kind: Literal["gguf", "folder"]
     path: Path
     name: str
+    mtp: Path | None = None
 
 
 def quiet(_line: str) -> None:
@@ -100,7 +103,8 @@ def pull(model: str, *, cache: Path | None = None, report: Report = quiet) -> So
 def _default(cache: Path, report: Report) -> Source:
     from trnc.checkpoint.pull import SMOLLM2, ensure  # only when it is the model
 
-    return Source("gguf", ensure(SMOLLM2, cache=cache, report=report), DEFAULT_MODEL)
+    path = ensure(SMOLLM2, cache=cache, report=report)
+    return Source("gguf", path, DEFAULT_MODEL, packaged_block(DEFAULT_MODEL))
 
 
 def _folder(model: str, path: Path, name: str) -> Source:

@@ -8,12 +8,16 @@ never held twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trnc.checkpoint.gguf_file import GgufFile, TensorInfo
-from trnc.checkpoint.layouts import Dense, Int4Groups, Int8Groups, Layout
+from trnc.checkpoint.layouts import GROUP, Dense, Int4Groups, Int8Groups, Layout
+from trnc.checkpoint.mtp_file import DRAFT_IDS, SCALE, read_mtp_file
 from trnc.checkpoint.safetensors_folder import SafetensorsFolder
 from trnc.checkpoint.shapes import WeightShapes, mtp_layers, weight_shapes
 from trnc.checkpoint.source import Source
@@ -23,7 +27,7 @@ Weight = Layout | Tensor
 
 
 class Weights(Mapping[str, Weight]):
-    """Canonical name -> matrix (a layout) or vector (f32 Tensor [n]), loaded at each access."""
+    """Canonical name -> matrix (a layout) or vector (a Tensor [n]), loaded at each access."""
 
     def __init__(self, *, stored: Mapping[str, str], load: Callable[[str], Weight]) -> None:
         """Take the stored type of each weight, in the order of the computation, and a loader."""
@@ -56,7 +60,7 @@ class Weights(Mapping[str, Weight]):
         return value
 
     def vector(self, name: str) -> Tensor:
-        """Load a norm's weight or a bias, f32 [n]."""
+        """Load a norm's weight or a bias, f32 [n], or the ids of `draft_ids`, i64 [n]."""
         value = self[name]
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} is a matrix")
@@ -73,9 +77,28 @@ def load_weights(source: Source, config: WeightShapes, file: GgufFile | None = N
             names it.
     """
     expected = weight_shapes(config)
+    if source.mtp is None or not mtp_layers(config):
+        return _open(source, config, expected, file)
+    prefixes = tuple(f"layers.{layer}." for layer in mtp_layers(config))
+    block = {name: shape for name, shape in expected.items() if name.startswith(prefixes)}
+    main = {name: shape for name, shape in expected.items() if name not in block}
+    return _join(_open(source, config, main, file), _open_block(source.mtp, block, config))
+
+
+def _open(
+    source: Source,
+    config: WeightShapes,
+    expected: dict[str, tuple[int, ...]],
+    file: GgufFile | None,
+) -> Weights:
     if source.kind == "gguf":
         return _open_gguf(file or GgufFile(source.path), config, expected)
     return _open_folder(source, config, expected)
+
+
+def _join(first: Weights, second: Weights) -> Weights:
+    stored = {name: part.stored_type(name) for part in (first, second) for name in part}
+    return Weights(stored=stored, load=lambda name: second[name] if name in second else first[name])
 
 
 def _check(
@@ -204,6 +227,66 @@ def _check_mtp(
             f"{where}: {len(missing)} of {len(names)} tensors of the MTP layer are missing:"
             f" {', '.join(missing[:8])}{', ...' if missing[8:] else ''}. Download them again, or"
             " set 'num_nextn_predict_layers' to 0 in config.json to do without the MTP layer."
+        )
+
+
+# --- an MTP block in a file of its own ------------------------------------------------------------
+
+_BLOCK_DTYPES = (*_FOLDER_DTYPES, "I8")
+_ID_DTYPES = ("I32", "I64")
+
+
+def _open_block(path: Path, expected: dict[str, tuple[int, ...]], config: WeightShapes) -> Weights:
+    header = read_mtp_file(path)
+    names = {
+        name: DRAFT_IDS if name.endswith(DRAFT_IDS) else folder_name(name) for name in expected
+    }
+    shapes = {name: shape for name, (_, shape) in header.tensors.items()}
+    scales = {
+        names[name] + SCALE: (*shape[:-1], shape[-1] // GROUP)
+        for name, shape in expected.items()
+        if header.tensors.get(names[name], ("",))[0] == "I8"
+    }
+    missing = [name for name in (*names.values(), *scales) if name not in shapes]
+    if missing:
+        raise CheckpointError(
+            f"--mtp {path}: {len(missing)} tensors of the MTP block are missing:"
+            f" {', '.join(missing[:8])}{', ...' if missing[8:] else ''}"
+        )
+    wanted = {names[name]: shape for name, shape in expected.items()} | scales
+    _check(f"--mtp {path}", shapes, wanted, str, lambda _: False)
+    for name, (dtype, _) in header.tensors.items():
+        known = _BLOCK_DTYPES if name != DRAFT_IDS else _ID_DTYPES
+        if dtype not in known:
+            raise CheckpointError(
+                f"--mtp {path}: tensor '{name}' is {dtype}; it must be {' or '.join(known)}"
+            )
+    try:
+        handle: Any = safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"--mtp {path}: damaged or truncated ({error})") from None
+    if config.mtp_vocab:
+        _check_draft_ids(path, handle.get_tensor(DRAFT_IDS), config.vocab_size)
+
+    def load(name: str) -> Weight:
+        tensor: Tensor = handle.get_tensor(names[name])
+        if names[name] == DRAFT_IDS:
+            return tensor.long()
+        if names[name] + SCALE in scales:
+            return Int8Groups(tensor, handle.get_tensor(names[name] + SCALE))
+        return Dense(tensor) if tensor.ndim == 2 else tensor.float()
+
+    stored = {name: header.tensors[names[name]][0] for name in expected}
+    return Weights(stored={n: "Q8_0" if t == "I8" else t for n, t in stored.items()}, load=load)
+
+
+def _check_draft_ids(path: Path, ids: Tensor, vocab: int) -> None:
+    if not (ids[1:] > ids[:-1]).all():
+        raise CheckpointError(f"--mtp {path}: '{DRAFT_IDS}' must be ascending, each token once")
+    if ids[0] < 0 or ids[-1] >= vocab:
+        raise CheckpointError(
+            f"--mtp {path}: '{DRAFT_IDS}' must be between 0 and {vocab - 1}, got"
+            f" {int(ids[0])} to {int(ids[-1])}"
         )
 
 

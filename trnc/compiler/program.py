@@ -223,6 +223,9 @@ def mtp_calls(
         "shared_norm": f"weight.layers.{index}.shared_norm",
         "head": _head_weight(config),
     }
+    if config.model.mtp_vocab:
+        own = {"head": "draft_head", "draft_ids": "draft_ids"}
+        bindings |= {port: f"weight.layers.{index}.{name}" for port, name in own.items()}
     spec = replace(config.spec("mtp_head", key), formats=config.formats)
     yield _call(spec, bindings, {})
 

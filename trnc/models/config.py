@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from trnc.checkpoint.gguf_file import GgufFile
+from trnc.checkpoint.mtp_file import read_mtp_file
 from trnc.checkpoint.source import Source
 from trnc.errors import CheckpointError, nearest
 from trnc.models.config_parts import MlaConfig, MoeConfig, read_mla, read_moe, read_mtp_layers
@@ -77,7 +78,8 @@ class ModelConfig:
     Attention is grouped-query attention, or latent attention where `mla` is set: then `head_dim` is
     that of queries and keys, and there are as many KV heads as heads. With `moe`, the layers from
     `moe.first_layer` on are mixtures of experts. `mtp_layers` (0 or 1) is the number of layers for
-    multi-token prediction, which come after the others: layer `num_layers` is the first.
+    multi-token prediction, which come after the others: layer `num_layers` is the first. It drafts
+    only `mtp_vocab` of the tokens, or all where that is 0.
 
     `qk_norm` is a per-head RMSNorm on q and k before rope. `max_position` is the longest context
     in tokens that the checkpoint declares. `sliding_window` is None where attention sees the whole
@@ -105,6 +107,7 @@ class ModelConfig:
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
     mtp_layers: int = 0
+    mtp_vocab: int = 0
 
     def __post_init__(self) -> None:
         """Raise CheckpointError where the numbers cannot be those of one model."""
@@ -128,16 +131,25 @@ def load_config(source: Source, file: GgufFile | None = None) -> ModelConfig:
     Raises CheckpointError naming the file and the field.
     """
     try:
-        if file is not None:
-            return from_gguf(file)
-        if source.kind == "gguf":
-            with GgufFile(source.path) as opened:
-                return from_gguf(opened)
-        return from_hf(json.loads((source.path / "config.json").read_text()))
+        config = _read_config(source, file)
     except CheckpointError as error:
         raise CheckpointError(f"{source.path}: {error}") from None
     except ValueError as error:
         raise CheckpointError(f"{source.path}/config.json is not valid JSON: {error}") from None
+    if source.mtp is None:
+        return config
+    if config.mtp_layers:
+        raise CheckpointError(f"--mtp {source.mtp}: {source.path} has an MTP layer of its own")
+    return replace(config, mtp_layers=1, mtp_vocab=read_mtp_file(source.mtp).draft_vocab)
+
+
+def _read_config(source: Source, file: GgufFile | None) -> ModelConfig:
+    if file is not None:
+        return from_gguf(file)
+    if source.kind == "gguf":
+        with GgufFile(source.path) as opened:
+            return from_gguf(opened)
+    return from_hf(json.loads((source.path / "config.json").read_text()))
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------

@@ -89,20 +89,35 @@ def mtp_cache_stage(spec: StageSpec) -> Stage:
 
 
 def mtp_head_stage(spec: StageSpec) -> Stage:
-    """What the MTP layer gave, to the states [R, H] that a next draft starts from, and logits."""
+    """What the MTP layer gave, to the states [R, H] of a next draft's start, and logits [R, V].
+
+    With `mtp_vocab`, `head` has the rows of the tokens `draft_ids` alone, and the logits of all
+    others are -inf: what samples knows tokens by their ids, and need not know of this.
+    """
     model, formats = spec.model, spec.formats
     assert isinstance(formats, WeightFormats)
+    drafted = model.mtp_vocab or model.vocab_size
 
     def mtp_head(
-        hidden: Tensor, sample_rows: Tensor, shared_norm: Tensor, head: Tensor
+        hidden: Tensor,
+        sample_rows: Tensor,
+        shared_norm: Tensor,
+        head: Tensor,
+        draft_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         states = ops.rms_norm(hidden[sample_rows], shared_norm, model.rms_eps)
-        return states, ops.linear(states, head, None, formats.head, model.vocab_size)
+        logits = ops.linear(states, head, None, formats.head, drafted)
+        if draft_ids is None:
+            return states, logits
+        others = logits.new_full((logits.shape[0], model.vocab_size), -torch.inf)
+        return states, others.index_copy(1, draft_ids, logits)
 
     inputs = {
         "hidden": TensorSpec((spec.tokens, model.hidden_size)),
         "sample_rows": TensorSpec((spec.rows,), "int64"),
         "shared_norm": TensorSpec((model.hidden_size,)),
-        "head": packed_spec(formats.head, model.vocab_size, model.hidden_size),
+        "head": packed_spec(formats.head, drafted, model.hidden_size),
     }
+    if model.mtp_vocab:
+        inputs["draft_ids"] = TensorSpec((drafted,), "int64")
     return Stage(function=mtp_head, inputs=inputs, outputs=("states", "logits"))

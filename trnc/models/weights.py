@@ -29,7 +29,7 @@ _PACKED_AS = {
 }
 _VECTORS = (
     *("attn_norm", "mlp_norm", "q_norm", "k_norm", "q_a_norm", "kv_a_norm", "router_correction"),
-    *("enorm", "hnorm", "shared_norm"),
+    *("enorm", "hnorm", "shared_norm", "draft_ids"),
 )
 _DEQUANTIZED = "bf16"  # what K-quants and other block formats are kept as
 
@@ -118,6 +118,8 @@ def pack_weights(
     for index, layer in enumerate(formats.layers):
         for name, tensor in _bind_layer(weights, index, model, layer):
             yield f"weight.layers.{index}.{name}", tensor
+        if f"layers.{index}.draft_ids" in weights:
+            yield f"weight.layers.{index}.draft_head", _draft_head(weights, index, model, formats)
     yield "weight.norm", weights.vector("norm")
     if not model.tie_embeddings:
         yield "weight.head", _pack([weights.matrix("head")], formats.head)
@@ -145,6 +147,12 @@ def _bind_layer(
             yield port, _pack(matrices, format)
         if f"{names[0]}_bias" in weights:
             yield f"{port}_bias", torch.cat([weights.vector(f"{name}_bias") for name in names])
+
+
+def _draft_head(weights: Weights, index: int, model: ModelConfig, formats: WeightFormats) -> Tensor:
+    """Pack the rows of the head that an MTP layer drafts with."""
+    head = weights.matrix("embed" if model.tie_embeddings else "head")
+    return _pack([head.permute_rows(weights.vector(f"layers.{index}.draft_ids"))], formats.head)
 
 
 def _experts(weights: Weights, names: list[str], port: str) -> Iterator[list[Layout]]:

@@ -58,13 +58,24 @@ def packed_key(source: Source, model: ModelConfig, formats: WeightFormats) -> Ar
 
     Its sources are those of all that reads or packs a checkpoint.
     """
-    factors = checkpoint_factors(source.path) | {
-        "model": _digest(asdict(model)),
-        "formats": _digest(asdict(formats)),
-        "sources": _sources_digest(),
-        "torch": torch.__version__,
-    }
+    factors = (
+        checkpoint_factors(source.path)
+        | _block_factors(source, model)
+        | {
+            "model": _digest(asdict(model)),
+            "formats": _digest(asdict(formats)),
+            "sources": _sources_digest(),
+            "torch": torch.__version__,
+        }
+    )
     return ArtifactKey.of(KIND, factors)
+
+
+def _block_factors(source: Source, model: ModelConfig) -> dict[str, str]:
+    """Return what tells the file of an MTP block from others, where it is packed, too."""
+    if source.mtp is None or not model.mtp_layers:
+        return {}
+    return {f"mtp {name}": value for name, value in checkpoint_factors(source.mtp).items()}
 
 
 def load_packed(

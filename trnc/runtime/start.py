@@ -81,9 +81,15 @@ class Model:
     weights: Weights
 
 
-def open_model(name: str, *, report: Report) -> Model:
-    """Resolve a model and read its config; raises CheckpointError."""
+def open_model(name: str, *, report: Report, mtp: Path | None = None) -> Model:
+    """Resolve a model and read its config; raises CheckpointError.
+
+    `mtp` is the file of an MTP block (see `checkpoint.mtp_file`), instead of the one that the model
+    comes with.
+    """
     source = resolve(name, report=report)
+    if mtp is not None:
+        source = replace(source, mtp=mtp)
     file = GgufFile(source.path) if source.kind == "gguf" else None
     config = load_config(source, file)
     return Model(source=source, config=config, weights=load_weights(source, config, file))
@@ -98,7 +104,8 @@ def program_config(model: Model, preset: Preset, backend: Backend) -> ProgramCon
     Raises:
         ConfigError: the preset speculates and the model has no MTP layer.
     """
-    config = model.config if preset.mtp_depths else replace(model.config, mtp_layers=0)
+    without = replace(model.config, mtp_layers=0, mtp_vocab=0)
+    config = model.config if preset.mtp_depths else without
     if preset.mtp_depths and not config.mtp_layers:
         raise ConfigError(
             f"preset '{preset.name}' speculates ('mtp_depths'), but model '{model.source.name}' "
