@@ -49,6 +49,13 @@ def test_an_unknown_preset_is_one_line_with_the_nearest(command):
     assert "--preset defualt: no such preset. Did you mean 'default'?" in said
 
 
+@pytest.mark.parametrize("command", [["serve"], ["compile"], ["generate", "x"], ["explain-miss"]])
+def test_a_block_that_would_not_be_used_is_refused(command):
+    said = fails(*command, "--mtp", "block.safetensors")
+    assert "--mtp: preset 'default' does not speculate" in said
+    assert "--preset mtp-dynamic" in said
+
+
 @pytest.mark.parametrize("command", [["serve"], ["generate", "x"], ["pull"]])
 def test_an_unknown_model_is_one_line_with_the_nearest(command):
     flag = [] if command == ["pull"] else ["--model"]

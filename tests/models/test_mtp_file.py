@@ -24,13 +24,22 @@ from trnc.checkpoint.weights import folder_name
 from trnc.compiler.canonical import canonical_text
 from trnc.compiler.program import mtp_calls
 from trnc.compiler.trace import trace_stage
-from trnc.core import VariantKey
+from trnc.core import SamplingParams, VariantKey
+from trnc.engine.messages import Submit
+from trnc.engine.offline import run_requests
 from trnc.errors import CheckpointError
 from trnc.models.rope import rope_tables
 from trnc.models.weights import pack_weights
 from trnc.ops import unpack
 from trnc.runtime.packed import packed_key
-from trnc.runtime.start import Model, open_model, program_config
+from trnc.runtime.start import (
+    Model,
+    StartOptions,
+    open_model,
+    program_config,
+    require_cache,
+    start_executor,
+)
 
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS = 3, 64, 96, 4, 2
 IDS = torch.tensor([1, 2, 5, 8, 60, 61, 130, 199])
@@ -137,7 +146,7 @@ def folder(tmp_path: Path) -> str:
 
 
 def opened(target: str, block: Path) -> Model:
-    return open_model(target, report=lambda line: None, mtp=block)
+    return open_model(target, report=lambda line: None, mtp=str(block))
 
 
 def rounds() -> Iterator[tuple[int, int]]:
@@ -226,6 +235,25 @@ def test_another_block_is_packed_anew(folder: str, tmp_path: Path) -> None:
         config = program_config(model, SPECULATING, "inductor")
         keys.add(packed_key(model.source, config.model, config.formats).id)
     assert len(keys) == 2
+
+
+def test_answers_are_those_without_the_block(folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "block.safetensors"
+    write_block(path, int8=True, ids=IDS)
+    answers = []
+    for preset, block in ((PRESET, None), (SPECULATING, str(path))):
+        options = StartOptions(folder, preset, "eager", tmp_path / "store", mtp=block)
+        executor, _, _ = start_executor(options, require_cache, lambda line: None)
+        requests = [
+            Submit("greedy", tuple(TOKENS[:9]), SamplingParams(), 12),
+            Submit("seeded", tuple(TOKENS[9:14]), SamplingParams(temperature=0.8, seed=3), 12),
+        ]
+        tokens: dict[str, tuple[int, ...]] = {"greedy": (), "seeded": ()}
+        for delta in run_requests(executor, requests):
+            tokens[delta.request_id] += delta.token_ids
+        executor.close()
+        answers.append(tokens)
+    assert answers[0] == answers[1]
 
 
 # --- what is wrong with a file --------------------------------------------------------------------

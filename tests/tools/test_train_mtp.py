@@ -272,7 +272,7 @@ def test_unrolled_rounds_are_the_drafts_of_the_engine(
     rounded, _ = tool.block_file.read_block(path, layer=LAYERS)
     block = tool.block.MtpBlock(target.config, rounded)
     tokens = torch.randint(0, VOCAB, (24,), generator=generator)
-    drafter = Drafter(open_model(model, report=lambda line: None, mtp=path))
+    drafter = Drafter(open_model(model, report=lambda line: None, mtp=str(path)))
     states = drafter.states(tokens.tolist(), 0)
     with torch.inference_mode():
         rounds = tool.block.unroll(block, target.embed[tokens[None, 1:]], states[None, :-1], 4)
@@ -347,7 +347,7 @@ def test_the_command_line_trains_evaluates_and_exports(
     header = read_mtp_file(out)
     assert header.draft_vocab == VOCAB
     assert set(json.loads(header.metadata["held_out_acceptance"])) >= {"chat", "all"}
-    opened = open_model(model, report=lambda line: None, mtp=out)
+    opened = open_model(model, report=lambda line: None, mtp=str(out))
     assert opened.config.mtp_vocab == VOCAB
 
 

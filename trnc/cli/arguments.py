@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trnc.presets import load_preset
+from trnc.errors import ConfigError
+from trnc.presets import Preset, load_preset
 
 Backend = Literal["inductor", "eager"]
 Loop = Literal["overlapped", "plain"]
@@ -27,7 +28,17 @@ class EngineArguments:
     loop: Loop = "overlapped"
     max_waiting: int | None = None
     trace: str | None = None
+    mtp: str | None = None
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a wrong preset, before anything slow is loaded or downloaded."""
-        load_preset(self.preset)
+        check_mtp(self.mtp, load_preset(self.preset))
+
+
+def check_mtp(mtp: str | None, preset: Preset) -> None:
+    """Raise ConfigError if `--mtp` is given and the preset has no use for it."""
+    if mtp is not None and not preset.mtp_depths:
+        raise ConfigError(
+            f"--mtp: preset '{preset.name}' does not speculate ('mtp_depths'), so it would not use "
+            f"{mtp}; give a preset that does, such as --preset mtp-dynamic"
+        )

@@ -115,7 +115,7 @@ def run_compile(arguments: EngineArguments, *, dry_run: bool, console: Console) 
     if arguments.backend == "eager":
         console.print("The eager backend compiles nothing.")
         return
-    model = open_model(arguments.model, report=say(console))
+    model = open_model(arguments.model, report=say(console), mtp=arguments.mtp)
     config = program_config(model, load_preset(arguments.preset), arguments.backend)
     store = Store(root=Path(arguments.store), log=say(console))
     if dry_run:
@@ -124,10 +124,13 @@ def run_compile(arguments: EngineArguments, *, dry_run: bool, console: Console) 
         compile_missing(config, detect_target(), store, jobs=arguments.jobs, console=console)
 
 
-def run_explain(model: str, preset: Preset, root: Path, console: Console) -> None:
+def run_explain(
+    model: str, preset: Preset, root: Path, console: Console, *, mtp: str | None
+) -> None:
     """Say of every missing artifact what differs from the nearest one in the store."""
     store = Store(root=root, log=say(console))
-    config = program_config(open_model(model, report=say(console)), preset, "inductor")
+    opened = open_model(model, report=say(console), mtp=mtp)
+    config = program_config(opened, preset, "inductor")
     target = detect_target()
     with console.status("tracing"):
         plan = plan_build(config, target=target, store=store, report=lambda *_: None)

@@ -65,6 +65,7 @@ def start(
             backend=arguments.backend,
             store=Path(arguments.store),
             packed=packed_root(),
+            mtp=arguments.mtp,
         ),
         require_cache if arguments.require_cache else partial(_compile_missing, arguments.jobs),
         report,

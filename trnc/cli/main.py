@@ -12,7 +12,7 @@ from trnc import __version__
 from trnc.checkpoint.source import DEFAULT_MODEL
 from trnc.checkpoint.source import pull as pull_model
 from trnc.cli import options
-from trnc.cli.arguments import EngineArguments, Loop
+from trnc.cli.arguments import EngineArguments, Loop, check_mtp
 from trnc.cli.cache_command import cache_app
 from trnc.cli.console import print_error, tell
 from trnc.errors import TrncError
@@ -45,6 +45,7 @@ def main() -> None:
 def serve(
     model: options.Model = DEFAULT_MODEL,
     preset: options.PresetName = "default",
+    mtp: options.MtpFile = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
     served_model_name: Annotated[
@@ -144,6 +145,7 @@ def serve(
         loop=loop,
         max_waiting=max_waiting,
         trace=trace,
+        mtp=mtp,
     )
     listening = ServeOptions(
         host=host,
@@ -169,6 +171,7 @@ def serve(
 def compile_(
     model: options.Model = DEFAULT_MODEL,
     preset: options.PresetName = "default",
+    mtp: options.MtpFile = None,
     backend: options.BackendName = "inductor",
     store: options.StoreFolder = None,
     jobs: options.Jobs = None,
@@ -188,6 +191,7 @@ def compile_(
         store=str(options.store_root(store)),
         jobs=options.job_count(jobs),
         require_cache=False,
+        mtp=mtp,
     )
     from rich.console import Console
 
@@ -201,6 +205,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="What to answer or, with --raw, to continue.")],
     model: options.Model = DEFAULT_MODEL,
     preset: options.PresetName = "default",
+    mtp: options.MtpFile = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
@@ -227,6 +232,7 @@ def generate(
         store=str(options.store_root(store)),
         jobs=options.job_count(jobs),
         require_cache=require_cache,
+        mtp=mtp,
     )
     sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     run_generate(arguments, GenerateOptions(prompt, sampling, max_tokens, raw))
@@ -236,6 +242,7 @@ def generate(
 def bench(
     model: options.Model = DEFAULT_MODEL,
     preset: options.PresetName = "default",
+    mtp: options.MtpFile = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 512,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens decoded a sequence.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Medians are taken over so many.")] = 3,
@@ -256,6 +263,7 @@ def bench(
         store=str(options.store_root(store)),
         jobs=options.job_count(jobs),
         require_cache=require_cache,
+        mtp=mtp,
     )
     run_bench(arguments, prompt_tokens=prompt_tokens, output_tokens=output_tokens, rounds=rounds)
 
@@ -295,15 +303,17 @@ def pull(
 def explain_miss(
     model: options.Model = DEFAULT_MODEL,
     preset: options.PresetName = "default",
+    mtp: options.MtpFile = None,
     store: options.StoreFolder = None,
 ) -> None:
     """Say why artifacts are missing: which factor differs from the nearest one in the store."""
     loaded = load_preset(preset)
+    check_mtp(mtp, loaded)
     from rich.console import Console
 
     from trnc.cli.compile_command import run_explain
 
-    run_explain(model, loaded, options.store_root(store), Console())
+    run_explain(model, loaded, options.store_root(store), Console(), mtp=mtp)
 
 
 @app.command()

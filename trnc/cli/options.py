@@ -22,6 +22,15 @@ Model = Annotated[
         "folder, or a hub id such as org/name.",
     ),
 ]
+MtpFile = Annotated[
+    str | None,
+    typer.Option(
+        "--mtp",
+        metavar="FILE",
+        help="The MTP block that a preset such as mtp-dynamic drafts with, for a model without an "
+        f"MTP layer of its own. Default: the one that comes with trnc, for '{DEFAULT_MODEL}'.",
+    ),
+]
 PresetName = Annotated[
     str,
     typer.Option(

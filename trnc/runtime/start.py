@@ -48,7 +48,7 @@ WaitForWeights = Callable[[], dict[str, Tensor]]
 class StartOptions:
     """What to start, and where compiled artifacts and packed weights are kept.
 
-    `packed` None: packed weights are not kept.
+    `packed` None: packed weights are not kept. `mtp` is the file of an MTP block.
     """
 
     model: str
@@ -56,6 +56,7 @@ class StartOptions:
     backend: Backend
     store: Path
     packed: Path | None = None
+    mtp: str | None = None
 
 
 @dataclass(slots=True)
@@ -81,7 +82,7 @@ class Model:
     weights: Weights
 
 
-def open_model(name: str, *, report: Report, mtp: Path | None = None) -> Model:
+def open_model(name: str, *, report: Report, mtp: str | None = None) -> Model:
     """Resolve a model and read its config; raises CheckpointError.
 
     `mtp` is the file of an MTP block (see `checkpoint.mtp_file`), instead of the one that the model
@@ -89,7 +90,7 @@ def open_model(name: str, *, report: Report, mtp: Path | None = None) -> Model:
     """
     source = resolve(name, report=report)
     if mtp is not None:
-        source = replace(source, mtp=mtp)
+        source = replace(source, mtp=Path(mtp).expanduser())
     file = GgufFile(source.path) if source.kind == "gguf" else None
     config = load_config(source, file)
     return Model(source=source, config=config, weights=load_weights(source, config, file))
@@ -109,7 +110,8 @@ def program_config(model: Model, preset: Preset, backend: Backend) -> ProgramCon
     if preset.mtp_depths and not config.mtp_layers:
         raise ConfigError(
             f"preset '{preset.name}' speculates ('mtp_depths'), but model '{model.source.name}' "
-            "has no layer for multi-token prediction; take a preset without it, such as 'default'"
+            "has no layer for multi-token prediction; give a file with one (--mtp), or take a "
+            "preset without it, such as 'default'"
         )
     limit = config.sliding_window or config.max_position
     preset = replace(preset, max_context=min(preset.max_context, limit))
@@ -132,7 +134,7 @@ def start_executor(
     """
     timings = Timings()
     with timings.measure("model"):
-        model = open_model(options.model, report=report)
+        model = open_model(options.model, report=report, mtp=options.mtp)
         config = program_config(model, options.preset, options.backend)
 
     def load() -> dict[str, Tensor]:
