@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -55,6 +56,7 @@ class Setup:
     features: tuple[str, ...] = FEATURES
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     options: ServeOptions = field(default_factory=lambda: ServeOptions(max_body_bytes=2**20))
+    send_buffer: int | None = None
     start_engine: bool = True
     chat_template: str | None = TEMPLATE
     parsers: Parsers = field(default_factory=Parsers)
@@ -185,6 +187,8 @@ class Server:
         options = replace(self._setup.options, port=0)
         self._uvicorn = _Uvicorn(uvicorn_config(app, tls_context(options)))
         with listen(options) as listener:
+            if self._setup.send_buffer is not None:  # which connections inherit
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._setup.send_buffer)
             self.port = listener.getsockname()[1]
             started.set()
             await self._uvicorn.serve(sockets=[listener])
