@@ -206,10 +206,13 @@ def slow_readers(server: Server, count: int) -> list[socket.socket]:
     """Open streams that nobody reads; return once their answers are computed and stuck."""
     body = BODIES[CHAT] | {"stream": True, "logprobs": True, "top_logprobs": 20, "seed": 1}
     body |= {"max_tokens": 60, "ignore_eos": True}  # more than the server and kernels buffer
-    connections = [connect(server, buffer=SMALL) for _ in range(count)]
-    for connection in connections:
-        connection.sendall(request(CHAT, json.dumps(body).encode()))
-    server.wait_for(lambda stats: stats.finished >= count)
+    connections = []
+    for begun in range(0, count, 50):
+        connections += [connect(server, buffer=SMALL) for _ in range(min(50, count - begun))]
+        for connection in connections[begun:]:
+            connection.sendall(request(CHAT, json.dumps(body).encode()))
+        computed = len(connections)
+        server.wait_for(lambda stats, computed=computed: stats.finished >= computed)
     return connections
 
 

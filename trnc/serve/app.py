@@ -83,12 +83,12 @@ def create_app(
         settings=settings,
     )
     keys = Keys(api_keys=parts.options.api_keys, admin_key=parts.options.admin_api_key)
+    for role in roles:
+        for route in ROUTERS[role](parts):
+            access = access_of(route, admin=role in ADMIN_ROLES)
+            parts.routes.append(guarded(route, access, keys, parts.admission))
     app = Starlette(
-        routes=[
-            guarded(route, access_of(route, admin=role in ADMIN_ROLES), keys, parts.admission)
-            for role in roles
-            for route in ROUTERS[role](parts)
-        ],
+        routes=parts.routes,
         exception_handlers={HTTPException: handle_error},
         # Not as an exception handler: Starlette raises those errors again after the answer, and
         # uvicorn then closes the connection.

@@ -184,6 +184,11 @@ def describe_to_anthropic(error: BaseException) -> tuple[int, AnthropicErrorBody
     return status, AnthropicErrorBody(AnthropicErrorInfo(kind, body.error.message))
 
 
+def is_anthropic(path: str) -> bool:
+    """Return whether errors of this path have Anthropic's envelope."""
+    return path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
+
+
 async def handle_error(request: Request, error: Exception) -> Response:
     """Answer an error that a handler raised (a Starlette exception handler)."""
     headers: dict[str, str] = {}
@@ -191,8 +196,7 @@ async def handle_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         error.detail = f"{request.method} {path}"
         headers |= error.headers or {}
-    is_anthropic = path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
-    status, body = (describe_to_anthropic if is_anthropic else describe)(error)
+    status, body = (describe_to_anthropic if is_anthropic(path) else describe)(error)
     headers |= _HEADERS.get(status, {})
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 

@@ -6,6 +6,7 @@ read from its last `Stats` when the page is asked for.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -137,6 +138,8 @@ class CountRequests:
 
         try:
             await self._app(scope, receive, watch)
+        except asyncio.CancelledError:
+            pass  # the server stops and cuts what is open: nothing that a log should explain
         finally:
             route = getattr(scope.get("route"), "path", UNKNOWN_ROUTE)
             self._metrics.count_request(route, status)

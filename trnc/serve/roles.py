@@ -8,7 +8,7 @@ every route of every role, with the class that answers it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from starlette.routing import Route
@@ -24,7 +24,7 @@ from trnc.serve.planner import RequestPlanner
 from trnc.serve.prompt import PromptBuilder
 from trnc.serve.turn import TurnRunner
 
-Role = Literal["openai", "responses", "messages", "sglang", "tokens", "info", "admin"]
+Role = Literal["openai", "responses", "messages", "sglang", "tokens", "info", "admin", "openapi"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,7 @@ class Parts:
     options: ServeOptions
     parsers: Parsers
     settings: Mapping[str, Any]
+    routes: list[Route] = field(default_factory=list)  # of all roles; the composition root adds
 
     @property
     def turns(self) -> TurnRunner:
@@ -171,6 +172,13 @@ def _admin(parts: Parts) -> list[Route]:
     )
 
 
+def _openapi(parts: Parts) -> list[Route]:
+    from trnc.serve.openapi import OpenApiServing, openapi_routes
+
+    serving = OpenApiServing(routes=parts.routes, protected=bool(parts.options.api_keys))
+    return openapi_routes(openapi=serving)
+
+
 ROUTERS: Mapping[Role, Callable[[Parts], list[Route]]] = {
     "openai": _openai,
     "responses": _responses,
@@ -178,6 +186,7 @@ ROUTERS: Mapping[Role, Callable[[Parts], list[Route]]] = {
     "sglang": _sglang,
     "tokens": _tokens,
     "info": _info,
+    "openapi": _openapi,
     "admin": _admin,
 }
 # Routes that change the server: behind the admin key, if there is one.

@@ -9,8 +9,13 @@ from starlette.routing import Route
 from trnc.serve.http import json_response, while_connected
 from trnc.serve.info.about import AboutServing
 from trnc.serve.info.load import LoadServing, loads_query, prometheus
-from trnc.serve.info.serving import InfoServing
+from trnc.serve.info.serving import Health, InfoServing, Version
 from trnc.serve.metrics import CONTENT_TYPE
+from trnc.serve.openapi import DescribedRoute, Operation
+
+_HEALTH = Operation(summary="Whether requests can be answered", answer=Health)
+_VERSION = Operation(summary="The version of trnc", answer=Version)
+_METRICS = Operation(summary="Prometheus metrics")
 
 
 def info_routes(*, info: InfoServing, about: AboutServing, load: LoadServing) -> list[Route]:
@@ -38,12 +43,12 @@ def _info_routes(info: InfoServing) -> list[Route]:
         return Response(page, headers={"content-type": CONTENT_TYPE})
 
     return [
-        Route("/health", health, methods=["GET"]),
-        Route("/ready", health, methods=["GET"]),
+        DescribedRoute("/health", health, methods=["GET"], operation=_HEALTH),
+        DescribedRoute("/ready", health, methods=["GET"], operation=_HEALTH),
         Route("/health_generate", health_generate, methods=["GET"]),
         Route("/ping", ping, methods=["GET", "POST"]),
-        Route("/version", version, methods=["GET"]),
-        Route("/metrics", metrics, methods=["GET"]),
+        DescribedRoute("/version", version, methods=["GET"], operation=_VERSION),
+        DescribedRoute("/metrics", metrics, methods=["GET"], operation=_METRICS),
     ]
 
 

@@ -165,29 +165,26 @@ OUTPUT_CONFIG_RULES = BodyRules(
 )
 
 
-class Text(msgspec.Struct, frozen=True):
+class Text(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     """Text of an answer."""
 
     text: str
-    type: Literal["text"] = "text"
     citations: None = None
 
 
-class ThinkingText(msgspec.Struct, frozen=True):
+class ThinkingText(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
     """Thinking of an answer. Nothing is signed: the signature is empty."""
 
     thinking: str
-    type: Literal["thinking"] = "thinking"
     signature: str = ""
 
 
-class ToolUse(msgspec.Struct, frozen=True):
+class ToolUse(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
     """A tool call of an answer."""
 
     id: str
     name: str
     input: dict[str, Any]
-    type: Literal["tool_use"] = "tool_use"
 
 
 Block = Text | ThinkingText | ToolUse

@@ -8,8 +8,24 @@ from starlette.routing import Route
 
 from trnc.serve.body import decode_body
 from trnc.serve.http import ANTHROPIC_STREAM, read_body, respond
-from trnc.serve.messages.protocol import COUNT_RULES, MESSAGES_RULES
+from trnc.serve.messages.protocol import (
+    COUNT_RULES,
+    MESSAGES_RULES,
+    MessageAnswer,
+    TokenCount,
+)
 from trnc.serve.messages.serving import MessagesServing
+from trnc.serve.openapi import DescribedRoute, Operation
+
+_MESSAGE = Operation(
+    summary="Answer a conversation (Anthropic)",
+    body=MESSAGES_RULES,
+    answer=MessageAnswer,
+    streams=True,
+)
+_COUNT = Operation(
+    summary="How many tokens a conversation has", body=COUNT_RULES, answer=TokenCount
+)
 
 
 def messages_routes(*, messages: MessagesServing, max_body_bytes: int) -> list[Route]:
@@ -24,6 +40,8 @@ def messages_routes(*, messages: MessagesServing, max_body_bytes: int) -> list[R
         return await respond(request, messages.count_tokens(body))
 
     return [
-        Route("/v1/messages", create_message, methods=["POST"]),
-        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+        DescribedRoute("/v1/messages", create_message, methods=["POST"], operation=_MESSAGE),
+        DescribedRoute(
+            "/v1/messages/count_tokens", count_tokens, methods=["POST"], operation=_COUNT
+        ),
     ]

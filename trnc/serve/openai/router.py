@@ -11,7 +11,24 @@ from trnc.serve.http import json_response, read_body, respond
 from trnc.serve.openai.chat import ChatServing
 from trnc.serve.openai.completions import CompletionServing
 from trnc.serve.openai.models import ModelServing
-from trnc.serve.openai.protocol import CHAT_RULES, COMPLETION_RULES
+from trnc.serve.openai.protocol import (
+    CHAT_RULES,
+    COMPLETION_RULES,
+    ChatCompletion,
+    Completion,
+    Model,
+    ModelList,
+)
+from trnc.serve.openapi import DescribedRoute, Operation
+
+_CHAT = Operation(
+    summary="Answer a conversation", body=CHAT_RULES, answer=ChatCompletion, streams=True
+)
+_COMPLETION = Operation(
+    summary="Continue a text", body=COMPLETION_RULES, answer=Completion, streams=True
+)
+_MODELS = Operation(summary="The names of the model that is served", answer=ModelList)
+_MODEL = Operation(summary="One of these names", answer=Model)
 
 
 def openai_routes(
@@ -38,8 +55,10 @@ def openai_routes(
         return json_response(models.get(request.path_params["name"]))
 
     return [
-        Route("/v1/chat/completions", create_chat, methods=["POST"]),
-        Route("/v1/completions", create_completion, methods=["POST"]),
-        Route("/v1/models", list_models, methods=["GET"]),
-        Route("/v1/models/{name:path}", get_model, methods=["GET"]),
+        DescribedRoute("/v1/chat/completions", create_chat, methods=["POST"], operation=_CHAT),
+        DescribedRoute(
+            "/v1/completions", create_completion, methods=["POST"], operation=_COMPLETION
+        ),
+        DescribedRoute("/v1/models", list_models, methods=["GET"], operation=_MODELS),
+        DescribedRoute("/v1/models/{name:path}", get_model, methods=["GET"], operation=_MODEL),
     ]

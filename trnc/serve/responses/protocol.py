@@ -204,27 +204,25 @@ class ReasoningText(msgspec.Struct, frozen=True):
     type: Literal["reasoning_text"] = "reasoning_text"
 
 
-class OutputMessage(msgspec.Struct, frozen=True):
+class OutputMessage(msgspec.Struct, frozen=True, tag_field="type", tag="message"):
     """An answer to the reader."""
 
     id: str
     content: list[OutputText]
     status: ItemStatus
-    type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
 
 
-class ReasoningItem(msgspec.Struct, frozen=True):
+class ReasoningItem(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning"):
     """What the model thought, all of it."""
 
     id: str
     content: list[ReasoningText]
     status: ItemStatus
-    type: Literal["reasoning"] = "reasoning"
     summary: tuple[()] = ()
 
 
-class FunctionCall(msgspec.Struct, frozen=True):
+class FunctionCall(msgspec.Struct, frozen=True, tag_field="type", tag="function_call"):
     """A tool call."""
 
     id: str
@@ -232,7 +230,6 @@ class FunctionCall(msgspec.Struct, frozen=True):
     name: str
     arguments: str
     status: ItemStatus
-    type: Literal["function_call"] = "function_call"
 
 
 Item = OutputMessage | ReasoningItem | FunctionCall

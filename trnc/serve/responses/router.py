@@ -10,7 +10,9 @@ from trnc.errors import RequestError
 from trnc.serve.body import decode_body
 from trnc.serve.errors import describe
 from trnc.serve.http import StreamStyle, json_response, named_event, read_body, respond
-from trnc.serve.responses.protocol import RESPONSES_RULES, ErrorEvent
+from trnc.serve.openapi import DescribedRoute, Operation
+from trnc.serve.responses.protocol import RESPONSES_RULES, Deleted, ErrorEvent
+from trnc.serve.responses.protocol import Response as Stored
 from trnc.serve.responses.serving import ResponsesServing
 
 
@@ -20,6 +22,15 @@ def _describe(error: BaseException) -> tuple[int, ErrorEvent]:
 
 
 RESPONSES_STREAM = StreamStyle(named_event, _describe, b"")
+_CREATE = Operation(
+    summary="Answer items (OpenAI's Responses)",
+    body=RESPONSES_RULES,
+    answer=Stored,
+    streams=True,
+)
+_GET = Operation(summary="A stored response", answer=Stored)
+_DELETE = Operation(summary="Forget a stored response", answer=Deleted)
+_CANCEL = Operation(summary="End a response of the background", answer=Stored)
 
 
 def responses_routes(*, responses: ResponsesServing, max_body_bytes: int) -> list[Route]:
@@ -42,8 +53,8 @@ def responses_routes(*, responses: ResponsesServing, max_body_bytes: int) -> lis
 
     path = "/v1/responses/{response_id}"
     return [
-        Route("/v1/responses", create_response, methods=["POST"]),
-        Route(path, get_response, methods=["GET"]),
-        Route(path, delete_response, methods=["DELETE"]),
-        Route(f"{path}/cancel", cancel_response, methods=["POST"]),
+        DescribedRoute("/v1/responses", create_response, methods=["POST"], operation=_CREATE),
+        DescribedRoute(path, get_response, methods=["GET"], operation=_GET),
+        DescribedRoute(path, delete_response, methods=["DELETE"], operation=_DELETE),
+        DescribedRoute(f"{path}/cancel", cancel_response, methods=["POST"], operation=_CANCEL),
     ]

@@ -8,8 +8,13 @@ from starlette.routing import Route
 
 from trnc.serve.body import decode_body
 from trnc.serve.http import read_body, respond
+from trnc.serve.openapi import DescribedRoute, Operation
 from trnc.serve.sglang.protocol import GENERATE_RULES
 from trnc.serve.sglang.serving import GenerateServing
+
+_GENERATE = Operation(
+    summary="Continue texts (SGLang's native API)", body=GENERATE_RULES, streams=True
+)
 
 
 def sglang_routes(*, generate: GenerateServing, max_body_bytes: int) -> list[Route]:
@@ -19,4 +24,4 @@ def sglang_routes(*, generate: GenerateServing, max_body_bytes: int) -> list[Rou
         body = decode_body(await read_body(request, max_body_bytes), GENERATE_RULES)
         return await respond(request, generate.generate(body))
 
-    return [Route("/generate", create, methods=["POST", "PUT"])]
+    return [DescribedRoute("/generate", create, methods=["POST", "PUT"], operation=_GENERATE)]

@@ -8,8 +8,12 @@ from starlette.routing import Route
 
 from trnc.serve.body import decode_body
 from trnc.serve.http import read_body, respond
-from trnc.serve.tokens.protocol import DETOKENIZE_RULES, TOKENIZE_RULES
+from trnc.serve.openapi import DescribedRoute, Operation
+from trnc.serve.tokens.protocol import DETOKENIZE_RULES, TOKENIZE_RULES, DetokenizeAnswer
 from trnc.serve.tokens.serving import TokenServing
+
+_TOKENIZE = Operation(summary="The ids of a text or a conversation", body=TOKENIZE_RULES)
+_DETOKENIZE = Operation(summary="The text of ids", body=DETOKENIZE_RULES, answer=DetokenizeAnswer)
 
 
 def token_routes(*, tokens: TokenServing, max_body_bytes: int) -> list[Route]:
@@ -24,7 +28,10 @@ def token_routes(*, tokens: TokenServing, max_body_bytes: int) -> list[Route]:
         return await respond(request, tokens.detokenize(body))
 
     return [
-        Route(f"{prefix}/{name}", endpoint, methods=["POST"])
-        for name, endpoint in (("tokenize", tokenize), ("detokenize", detokenize))
+        DescribedRoute(f"{prefix}/{name}", endpoint, methods=["POST"], operation=operation)
+        for name, endpoint, operation in (
+            ("tokenize", tokenize, _TOKENIZE),
+            ("detokenize", detokenize, _DETOKENIZE),
+        )
         for prefix in ("", "/v1")
     ]

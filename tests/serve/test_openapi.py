@@ -1,0 +1,78 @@
+"""/openapi.json is true: what it allows is taken or refused with reasons, never a 500."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from openapi_spec_validator import validate
+from schemathesis.checks import CHECKS, load_all_checks
+
+from tests.serve.harness import Server, Setup, running
+from trnc.serve.listening import ServeOptions
+
+KEY = "a-key"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    options = ServeOptions(max_body_bytes=2**20, response_store=4, api_keys=(KEY,))
+    with running(Setup(options=options, max_context=128)) as server:
+        free_pages = server.stats().free_pages
+        yield server
+        while server.admission.open or server.engine.in_flight:
+            pass
+        stats = server.wait_for(lambda stats: stats.running + stats.waiting == 0)
+        assert stats.free_pages == free_pages
+
+
+@pytest.fixture(scope="module")
+def document(server: Server) -> Any:
+    with server.http() as http:
+        http.headers["authorization"] = f"Bearer {KEY}"
+        return http.get("/openapi.json").json()
+
+
+def test_it_is_valid_and_has_every_route(server, document):
+    validate(document)
+    with open("tests/serve/routes.txt") as lines:
+        routes = [line.split()[1:3] for line in lines]
+    described = {
+        (method.upper(), path) for path, item in document["paths"].items() for method in item
+    }
+    assert described == {(method, path.replace(":path", "")) for method, path in routes}
+
+
+def test_the_fuzzer_finds_no_fault(server, document):
+    """schemathesis, over every operation: bodies that the description allows, and others."""
+    load_all_checks()
+    names = (
+        "not_a_server_error",
+        "content_type_conformance",
+        "response_schema_conformance",
+    )
+    checks = CHECKS.get_by_names(names)
+    schema = schemathesis.openapi.from_dict(document)
+    session = requests.Session()
+    session.headers["authorization"] = f"Bearer {KEY}"
+    for result in schema.get_all_operations():
+        operation = result.ok()
+
+        @given(case=operation.as_strategy())
+        @settings(
+            max_examples=5,
+            deadline=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        def fuzz(case: Any) -> None:
+            answer = case.call(base_url=server.url, session=session, timeout=60)
+            assert answer.status_code not in (401, 403)
+            case.validate_response(answer, checks=checks)
+            assert "Traceback" not in answer.text
+
+        fuzz()
