@@ -3,9 +3,33 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def capture_graphs() -> Iterator[None]:
+    """Write every graph that is traced to the folder that TRNC_CAPTURE_GRAPHS names, if any."""
+    folder = os.environ.get("TRNC_CAPTURE_GRAPHS")
+    if not folder:
+        yield
+        return
+    from trnc.compiler import trace
+    from trnc.compiler.canonical import canonical_text
+    from trnc.equiv.corpus import write_graph
+
+    export = trace._export
+
+    def exporting(spec):
+        program = export(spec)
+        write_graph(Path(folder), spec.kind, spec, canonical_text(program))
+        return program
+
+    with patch.object(trace, "_export", exporting):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,46 @@ def test_every_differing_factor_is_named_also_one_that_is_absent(store: Store) -
     assert "note: have absent, want 'xxx" in text
     assert "x" * 100 not in text
     assert "tools/graph_equiv.py check" in text
+    assert "no artifact of this graph exists, by any toolchain: compile it" in text
+
+
+TEXT = "trnc-graph 1\n# torch 2.13.0\ninput $0: f32[4]\noutput $0\n"
+
+
+def sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_a_digest_that_another_torch_made_is_noise_and_torch_is_the_cause(store: Store) -> None:
+    old = sha(TEXT.replace("2.13.0", "2.12.0"))
+    add(store, key(digest=old, torch="2.12.0 0a1b"))
+    add(store, key(digest=sha("another graph"), torch="2.13.0 9f"))
+    wanted = key(digest=sha(TEXT), torch="2.13.0 9f")
+    explanation = explain_miss(store, wanted, TEXT)
+    assert explanation.nearest is not None
+    assert explanation.nearest.key == key(digest=old, torch="2.12.0 0a1b")
+    assert [d.name for d in explanation.causes] == ["torch"]
+    assert "=> the hit comes back with torch '2.12.0 0a1b', or after" in str(explanation)
+    assert "noise: the same graph, whose text names the torch" in str(explanation)
+    assert [d.name for d in explain_miss(store, wanted).causes] == ["digest"]
+
+
+def test_another_graph_of_the_same_toolchain_clears_the_toolchain(store: Store) -> None:
+    add(store, key(digest="g2"))
+    explanation = explain_miss(store, key(), TEXT)
+    assert [d.name for d in explanation.causes] == ["digest"]
+    assert "the toolchain is not the cause" in str(explanation)
+
+
+def test_what_follows_from_the_target_and_what_compiles_nothing_is_noise(store: Store) -> None:
+    add(store, key(target="avx2", options="a"))
+    explanation = explain_miss(store, key(options="b"))
+    assert [d.name for d in explanation.causes] == ["target"]
+    assert "options: have 'a', want 'b' (noise: it follows from the target)" in str(explanation)
+    add(store, key("manifest", sources="1"))
+    manifest = explain_miss(store, key("manifest", sources="2"))
+    assert manifest.causes == ()
+    assert "nothing of it is a cause" in str(manifest)
 
 
 def test_a_hit_is_no_miss(store: Store) -> None:

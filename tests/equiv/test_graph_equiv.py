@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 from typer.testing import CliRunner
 
+from trnc.equiv.corpus import compare_corpora, format_replay, write_graph
 from trnc.equiv.lock import PresetGraphs, StageCall, StageText, VariantGraphs, write_lock
 
 TOOL = Path(__file__).parents[2] / "tools" / "graph_equiv.py"
@@ -41,7 +42,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def trace_with(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
     graphs = ModuleType("trnc.compiler.graphs")
-    graphs.traced_graphs = lambda graphs, model, preset: traced(model, preset, op)  # type: ignore[attr-defined]
+    graphs.traced_graphs = lambda graphs, model, preset, known: traced(model, preset, op)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "trnc.compiler.graphs", graphs)
 
 
@@ -58,7 +59,7 @@ def test_accept_then_check_is_clean_and_a_change_fails_until_it_is_accepted(
     code, output = run(tool, "accept", *place)
     assert code == 0
     assert "smollm2-135m/batch8: added, 1 variants" in output
-    assert run(tool, "check", *place) == (0, "graphs unchanged: 3 variants, 1 distinct stages\n")
+    assert run(tool, "check", *place) == (0, "graphs unchanged: 9 variants, 1 distinct stages\n")
     trace_with(monkeypatch, "tanh")
     code, output = run(tool, "check", *place)
     assert code == 1
@@ -107,3 +108,47 @@ def test_an_error_is_one_line_and_exit_code_2() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("error: git cannot read graphs/ of revision 'no-such-revision'")
     assert "Traceback" not in done.stderr
+
+
+def graph(expression: str) -> str:
+    head = "trnc-graph 1\n# torch 2.13.0\ninput $0: f32[4]\ninput $1: f32[4]\n"
+    return f"{head}%0: f32[4] = {expression}\noutput %0\n"
+
+
+@pytest.mark.parametrize(
+    ("expression", "code", "words"),
+    [
+        (
+            "aten.add.Tensor($1, $0)",
+            0,
+            "are equal over the reals\n  by commute",
+        ),
+        ("aten.sub.Tensor($1, $0)", 1, "refuted, output 0 differs by"),
+        ("aten.logaddexp.default($0, $1)", 1, "refuted"),
+    ],
+)
+def test_prove_answers_about_two_files(
+    tool: ModuleType, tmp_path: Path, expression: str, code: int, words: str
+) -> None:
+    (tmp_path / "a.txt").write_text(graph("aten.add.Tensor($0, $1)"))
+    (tmp_path / "b.txt").write_text(graph(expression))
+    found, output = run(tool, "prove", str(tmp_path / "a.txt"), str(tmp_path / "b.txt"))
+    assert found == code
+    assert words in output
+
+
+def test_replay_is_an_error_only_for_a_refactor(tool: ModuleType, tmp_path: Path) -> None:
+    spec = {"kind": "layer"}
+    for name, op in (("a", "relu"), ("b", "tanh")):
+        text = traced("m", "p", op).stages
+        (stage,) = text.values()
+        write_graph(tmp_path / name, "layer", spec, stage.text)
+        write_graph(tmp_path / name, "layer", {"only": name}, stage.text)
+    result = compare_corpora(tmp_path / "a", tmp_path / "b")
+    assert (result.same, len(result.changed), len(result.new), len(result.gone)) == (0, 1, 1, 1)
+    shown = format_replay(result)
+    assert "0 graphs are the same, 1 changed, 1 are new, 1 gone" in shown
+    assert "+ %0: f32[4] = aten.tanh.default($0)" in shown
+    assert tool.replay_status(result, "a commit") == 0
+    assert tool.replay_status(result, "Move code [graphs-unchanged]") == 1
+    assert compare_corpora(tmp_path / "a", tmp_path / "a").changed == ()

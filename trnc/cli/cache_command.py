@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from trnc.cli import options
 from trnc.cli.console import tell
+from trnc.compiler.statistics import by_kind, folder_size, unreferenced
 from trnc.compiler.store import Collected, Entry, Store
+from trnc.compiler.tier import VARIABLE, open_store
 from trnc.runtime.packed_store import is_stale, packed_root, packed_store
 
 cache_app = typer.Typer(
-    no_args_is_help=True, help="Look at, check and clean compiled artifacts and packed weights."
+    no_args_is_help=True,
+    help="Look at, check, clean and carry compiled artifacts and packed weights.",
 )
 
 
@@ -48,6 +53,71 @@ def list_(store: options.StoreFolder = None) -> None:
     for entry in _packed().entries():
         of = dict(entry.key.factors)["checkpoint"] + (", which changed" if is_stale(entry) else "")
         tell(f"packed weights {entry.key.id[:12]}, {_mib([entry]):.1f} MiB, of {of}")
+
+
+@cache_app.command()
+def stats(store: options.StoreFolder = None) -> None:
+    """Say what the store holds by kind and toolchain, and what of it no manifest needs."""
+    from rich.console import Console
+    from rich.table import Table
+
+    opened = _open(store)
+    table = Table()
+    for column in ("kind", "artifacts", "MiB", "targets", "torch"):
+        table.add_column(column)
+    entries = opened.entries()
+    for kind, group in by_kind(entries).items():
+        factors = [dict(entry.key.factors) for entry in group]
+        table.add_row(
+            kind,
+            str(len(group)),
+            f"{_mib(group):.1f}",
+            ", ".join(sorted({f["target"] for f in factors if "target" in f})) or "-",
+            ", ".join(sorted({f["torch"].split()[0] for f in factors if "torch" in f})) or "-",
+        )
+    Console().print(table)
+    unused = unreferenced(entries)
+    tell(f"{len(entries)} artifacts, {_mib(entries):.1f} MiB in {opened.root}")
+    tell(f"{len(unused)} of them, {_mib(unused):.1f} MiB, are named by no manifest")
+    for folder, what in (("quarantine", "set aside as damaged"), ("inductor", "Inductor's cache")):
+        if (size := folder_size(opened.root / folder)) > 0:
+            tell(f"{what}: {size / 2**20:.1f} MiB in {opened.root / folder}")
+    packed = _packed().entries()
+    tell(f"packed weights: {len(packed)}, {_mib(packed):.1f} MiB in {packed_root()}")
+    if second := os.environ.get(VARIABLE):
+        tell(f"second tier: {second}")
+
+
+@cache_app.command("pack")
+def pack_(
+    file: Annotated[Path, typer.Argument(help="The file to write, such as store.tar.gz.")],
+    store: options.StoreFolder = None,
+) -> None:
+    """Write all artifacts to one file, for `trnc cache unpack` on another machine."""
+    from trnc.compiler.archive import pack
+
+    packed = pack(_open(store), file)
+    tell(
+        f"packed {packed.artifacts} artifacts, {packed.size / 2**20:.1f} MiB, into {file}"
+        f" ({file.stat().st_size / 2**20:.1f} MiB)"
+    )
+
+
+@cache_app.command("unpack")
+def unpack_(
+    file: Annotated[Path, typer.Argument(help="A file that `trnc cache pack` wrote.")],
+    store: options.StoreFolder = None,
+) -> None:
+    """Add the artifacts of a file to the store; every byte is checked first."""
+    from trnc.compiler.archive import unpack
+
+    opened = _open(store)
+    unpacked = unpack(opened, file)
+    tell(f"added {unpacked.added} artifacts to {opened.root}, {unpacked.present} were there")
+    for reason in unpacked.refused:
+        tell(reason)
+    if unpacked.refused:
+        raise typer.Exit(1)
 
 
 @cache_app.command()
@@ -90,7 +160,7 @@ def _tell_removed(collected: Collected, what: str) -> None:
 
 
 def _open(folder: options.StoreFolder) -> Store:
-    return Store(root=options.store_root(folder), log=tell)
+    return open_store(options.store_root(folder), tell)
 
 
 def _mib(entries: list[Entry]) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -14,13 +15,16 @@ from rich.table import Table
 
 from trnc.cli.arguments import EngineArguments
 from trnc.cli.console import say
-from trnc.compiler.compile import BuildPlan, build, plan_build
+from trnc.compiler.compile import BuildPlan, build, build_possible, obstacles, plan_build
 from trnc.compiler.explain import explain_miss
 from trnc.compiler.manifest import Manifest
 from trnc.compiler.program import ProgramConfig
 from trnc.compiler.store import Store
+from trnc.compiler.tier import open_store
+from trnc.compiler.unfinished import Unfinished, read_unfinished
 from trnc.core import VariantKey
-from trnc.ops.native import Target, detect_target
+from trnc.errors import CompileError
+from trnc.ops.native import Target, detect_target, find_target
 from trnc.presets import Preset, load_preset
 from trnc.runtime.start import open_model, program_config
 
@@ -31,6 +35,8 @@ def compile_missing(
     """Trace, print the matrix, compile what is missing with a progress bar."""
     start = time.perf_counter()
     plan = trace_and_show(config, target, store, console)
+    if obstacles(plan):
+        raise CompileError(_cannot_finish(plan, build_possible_with(plan, store, jobs, console)))
     manifest = _build(plan, store, jobs, console)
     if plan.missing:
         say(console)(f"Compiled in {time.perf_counter() - start:.1f} s, into {store.root}")
@@ -89,6 +95,29 @@ def _features(key: VariantKey) -> list[str]:
 
 
 def _build(plan: BuildPlan, store: Store, jobs: int, console: Console) -> Manifest:
+    with _compiling(plan, console) as report:
+        return build(plan, store=store, workers=jobs, report=report)
+
+
+def build_possible_with(
+    plan: BuildPlan, store: Store, jobs: int, console: Console
+) -> tuple[Unfinished, ...]:
+    """Compile what can be compiled here for another target; return what is left."""
+    with _compiling(plan, console) as report:
+        return build_possible(plan, store=store, workers=jobs, report=report)
+
+
+def _cannot_finish(plan: BuildPlan, left: tuple[Unfinished, ...]) -> str:
+    labels = ", ".join(item.label for item in left)
+    return (
+        f"{len(left)} of {len(plan.jobs)} artifacts for target {plan.target.name} cannot be"
+        f" compiled here ({labels}): {left[0].reason}. The others are in the store; run the same"
+        f" `trnc compile` on a machine of that target to finish"
+    )
+
+
+@contextmanager
+def _compiling(plan: BuildPlan, console: Console) -> Iterator[Callable[[int, int, str], None]]:
     with _progress(console) as progress:
         task = progress.add_task("compiling", total=len(plan.missing), visible=bool(plan.missing))
 
@@ -97,7 +126,7 @@ def _build(plan: BuildPlan, store: Store, jobs: int, console: Console) -> Manife
             if not console.is_terminal:  # a bar shows nothing in a log
                 say(console)(f"compiled {done}/{total}: {label}")
 
-        return build(plan, store=store, workers=jobs, report=compiled)
+        yield compiled
 
 
 def _progress(console: Console) -> Progress:
@@ -110,32 +139,42 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def run_compile(arguments: EngineArguments, *, dry_run: bool, console: Console) -> None:
-    """Compile a preset; with `dry_run` only print what there is and what is missing."""
+def run_compile(
+    arguments: EngineArguments, *, target: str | None, dry_run: bool, console: Console
+) -> None:
+    """Compile a preset; with `dry_run` only print what there is and what is missing.
+
+    `target` names another instruction set than this machine's.
+    """
     if arguments.backend == "eager":
         console.print("The eager backend compiles nothing.")
         return
     model = open_model(arguments.model, report=say(console), mtp=arguments.mtp)
     config = program_config(model, load_preset(arguments.preset), arguments.backend)
-    store = Store(root=Path(arguments.store), log=say(console))
+    store = open_store(Path(arguments.store), say(console))
+    wanted = find_target(target, "--target ") if target else detect_target()
     if dry_run:
-        trace_and_show(config, detect_target(), store, console)
+        trace_and_show(config, wanted, store, console)
     else:
-        compile_missing(config, detect_target(), store, jobs=arguments.jobs, console=console)
+        compile_missing(config, wanted, store, jobs=arguments.jobs, console=console)
 
 
 def run_explain(
     model: str, preset: Preset, root: Path, console: Console, *, mtp: str | None
 ) -> None:
     """Say of every missing artifact what differs from the nearest one in the store."""
-    store = Store(root=root, log=say(console))
+    store = open_store(root, say(console))
     opened = open_model(model, report=say(console), mtp=mtp)
     config = program_config(opened, preset, "inductor")
     target = detect_target()
     with console.status("tracing"):
         plan = plan_build(config, target=target, store=store, report=lambda *_: None)
+    left = read_unfinished(store.root)
     for job in plan.missing:
         label = f"{job.label}: " if job.key.kind == "stage" else ""
-        say(console)(f"{label}{explain_miss(store, job.key)}")
+        if job.key.id in left:
+            say(console)(f"{label}a build host left it: {left[job.key.id].reason}")
+        text = plan.traced[job.spec].text if job.spec is not None else None
+        say(console)(f"{label}{explain_miss(store, job.key, text)}")
     if not plan.missing:
         say(console)(f"Nothing is missing: all {len(plan.jobs)} artifacts are in {store.root}.")

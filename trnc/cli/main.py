@@ -175,6 +175,13 @@ def compile_(
     backend: options.BackendName = "inductor",
     store: options.StoreFolder = None,
     jobs: options.Jobs = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Compile for another instruction set than this machine's. What cannot be finished"
+            " here is recorded in the store, and finished by a machine that has it."
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print what there is and what is missing.")
     ] = False,
@@ -197,7 +204,7 @@ def compile_(
 
     from trnc.cli.compile_command import run_compile
 
-    run_compile(arguments, dry_run=dry_run, console=Console())
+    run_compile(arguments, target=target, dry_run=dry_run, console=Console())
 
 
 @app.command()

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,6 +34,7 @@ from trnc.compiler.matrix import variant_matrix
 from trnc.compiler.program import Call, Program, ProgramConfig, build_program, distinct_specs
 from trnc.compiler.store import ArtifactKey, Store
 from trnc.compiler.trace import trace_stage
+from trnc.compiler.unfinished import Unfinished, read_unfinished, write_unfinished
 from trnc.core import VariantKey
 from trnc.errors import CompileError
 from trnc.models.stage import StageSpec
@@ -75,9 +76,12 @@ class BuildPlan:
 
 
 def trace_all(
-    config: ProgramConfig, *, report: Callable[[int, int, str], None]
+    config: ProgramConfig,
+    *,
+    report: Callable[[int, int, str], None],
+    known: Mapping[StageSpec, TracedStage] | None = None,
 ) -> tuple[Mapping[VariantKey, Program], Mapping[StageSpec, TracedStage]]:
-    """Build every program of the preset and trace every distinct stage.
+    """Build every program of the preset and trace every distinct stage that is not `known`.
 
     `report(done, total, label)` is called before each stage.
     """
@@ -86,10 +90,14 @@ def trace_all(
     traced = {}
     for index, spec in enumerate(specs):
         report(index, len(specs), spec.label)
-        program = trace_stage(spec)
-        text = canonical.canonical_text(program)
-        traced[spec] = TracedStage(program, text, canonical.digest(text))
+        traced[spec] = (known or {}).get(spec) or _trace(spec)
     return programs, traced
+
+
+def _trace(spec: StageSpec) -> TracedStage:
+    program = trace_stage(spec)
+    text = canonical.canonical_text(program)
+    return TracedStage(program, text, canonical.digest(text))
 
 
 def plan_build(
@@ -121,15 +129,39 @@ def build(
         report(done + 1, total, label)
     manifest = _manifest(plan)
     _keep_manifest(manifest, manifest_key(plan.config, plan.target), store)
+    if read_unfinished(store.root):
+        write_unfinished(store.root, plan.target.name, plan.config.preset.name, ())
     return manifest
+
+
+def obstacles(plan: BuildPlan) -> tuple[Unfinished, ...]:
+    """Return what is missing and cannot be compiled on this machine for the plan's target."""
+    reason = inductor.obstacle(plan.target)
+    stages = (job for job in plan.missing if job.spec is not None)
+    return tuple(Unfinished(job.key.id, job.label, reason) for job in stages if reason)
+
+
+def build_possible(
+    plan: BuildPlan, *, store: Store, workers: int, report: Callable[[int, int, str], None]
+) -> tuple[Unfinished, ...]:
+    """Compile what this machine can for another target, and record and return what is left.
+
+    Without what is left there is no manifest: a machine of the target compiles the rest.
+    """
+    left = obstacles(plan)
+    names = {item.id for item in left}
+    jobs = tuple(job for job in plan.missing if job.key.id not in names)
+    for done, label in enumerate(_run_jobs(replace(plan, missing=jobs), store, workers)):
+        report(done + 1, len(jobs), label)
+    write_unfinished(store.root, plan.target.name, plan.config.preset.name, left)
+    return left
 
 
 def _keep_manifest(manifest: Manifest, key: ArtifactKey, store: Store) -> None:
     """Write the manifest; one that another compiler or a `gc` has left behind gives way."""
     kept = store.get_or_build(key, lambda out: write_manifest(manifest, out))
     if read_manifest(kept) != manifest:
-        store.discard(key.id)
-        store.get_or_build(key, lambda out: write_manifest(manifest, out))
+        store.rebuild(key, lambda out: write_manifest(manifest, out))
 
 
 def stage_key(digest: str, target: native.Target) -> ArtifactKey:

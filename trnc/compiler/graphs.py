@@ -47,12 +47,23 @@ def write_model(graphs: Path, name: str, model: LockedModel) -> None:
     (graphs / name / MODEL_FILE).write_bytes(text + b"\n")
 
 
-def traced_graphs(graphs: Path, name: str, preset: str) -> PresetGraphs:
-    """Trace every program of a locked model under a shipped preset."""
+def locked_config(graphs: Path, name: str, preset: str) -> ProgramConfig:
+    """The configuration of a locked model under a shipped preset."""
     locked = read_model(graphs, name)
-    config = _config(locked, load_preset(preset))
+    return _config(locked, load_preset(preset))
+
+
+def traced_graphs(
+    graphs: Path, name: str, preset: str, known: dict[StageSpec, TracedStage]
+) -> PresetGraphs:
+    """Trace every program of a locked model under a shipped preset.
+
+    Presets share most stages: those in `known` are not traced again, and new ones are added.
+    """
+    config = locked_config(graphs, name, preset)
     with recording_sources():
-        programs, traced = trace_all(config, report=lambda *_: None)
+        programs, traced = trace_all(config, report=lambda *_: None, known=known)
+    known.update(traced)
     stages = {
         stage.digest: StageText(spec.kind, stage.text, source_map(stage.program))
         for spec, stage in traced.items()

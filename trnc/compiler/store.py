@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from trnc.errors import StoreError
 
@@ -95,18 +95,33 @@ class Collected:
     size: int
 
 
+class SecondTier(Protocol):
+    """Where artifacts are looked for that a store lacks. It is only read."""
+
+    def find(self, id: str, store: Store) -> Path | None:
+        """Return the folder of a whole artifact, which may have been copied into `store`."""
+        ...
+
+
 class Store:
     """The artifacts below one folder."""
 
     def __init__(
-        self, *, root: Path, log: Callable[[str], None], hash_limit: int | None = None
+        self,
+        *,
+        root: Path,
+        log: Callable[[str], None],
+        hash_limit: int | None = None,
+        second: SecondTier | None = None,
     ) -> None:
         """Use the store in `root`; the first build creates it.
 
         `log` gets one line for each thing that a person should know. Of files with more than
         `hash_limit` bytes only the size is checked, except by `verify`; None: no file is so large.
+        What `root` lacks is looked for in `second`.
         """
         self.root = root
+        self._second = second
         self._hash_limit = hash_limit
         self.builds = 0  # how many artifacts this object has built
         self._log = log
@@ -124,10 +139,15 @@ class Store:
             StoreError: the folder may not be read.
         """
         path = self._path(id)
-        if _damage(path, id, self._hash_limit) is None:
+        if damage(path, id, self._hash_limit) is None:
             return path
-        if not path.exists():
-            return None
+        if path.exists() and (found := self._find_rebuilt(id)) is not None:
+            return found
+        return self._second.find(id, self) if self._second is not None else None
+
+    def _find_rebuilt(self, id: str) -> Path | None:
+        """Set a damaged artifact aside, unless another process has rebuilt it meanwhile."""
+        path = self._path(id)
         try:
             with self._lock(id):
                 return self._get_locked(id, self._hash_limit)
@@ -135,7 +155,7 @@ class Store:
             if error.errno not in _NO_PERMISSION | _NO_ROOM:
                 raise
             self._log(
-                f"store: artifact {id[:12]} is damaged ({_damage(path, id, self._hash_limit)}) and"
+                f"store: artifact {id[:12]} is damaged ({damage(path, id, self._hash_limit)}) and"
                 f" cannot be set aside, as {self.root} cannot be written ({error.strerror})"
             )
             return None
@@ -162,6 +182,45 @@ class Store:
             with self._explaining():
                 self._remove(id, path)
 
+    def rebuild(self, key: ArtifactKey, build: Callable[[Path], None]) -> Path:
+        """Build an artifact in the place of the one that is there, whatever the second tier has.
+
+        Raises:
+            StoreError: as by `get_or_build`.
+        """
+        with self._explaining(), self._lock(key.id):
+            shutil.rmtree(self._path(key.id), ignore_errors=True)
+            return self._build_locked(key, build)
+
+    def adopt(self, id: str, copy: Callable[[Path], None]) -> Path:
+        """Take over an artifact that another store built; `copy` writes its files and its record.
+
+        Every byte is checked before the artifact is visible.
+
+        Raises:
+            StoreError: it is not whole, or the store is full or cannot be written.
+        """
+        with self._explaining(), self._lock(id):
+            final = self._path(id)
+            if damage(final, id, self._hash_limit) is None:
+                return final
+            folder = self.root / "building" / id
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            try:
+                copy(folder)
+                if (reason := damage(folder, id, None)) is not None:
+                    raise StoreError(f"artifact {id[:12]} is not taken over: {reason}")
+                for path in [*folder.rglob("*"), folder]:
+                    _fsync(path)
+                shutil.rmtree(final, ignore_errors=True)
+                final.parent.mkdir(parents=True, exist_ok=True)
+                folder.rename(final)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            _fsync(final.parent)
+            return final
+
     def entries(self) -> list[Entry]:
         """Return every artifact with a readable record, oldest first. Files are not checked."""
         found = []
@@ -174,7 +233,7 @@ class Store:
         """Check every byte of every artifact; set damaged ones aside and return them."""
         damaged = []
         for path in self._objects():
-            reason = _damage(path, path.name, None)
+            reason = damage(path, path.name, None)
             if reason is None:
                 continue
             damaged.append(Damage(path.name, reason))
@@ -223,7 +282,7 @@ class Store:
         """Return the artifact's folder, or set it aside if it is damaged. The caller has the lock,
         so a folder that another process has just rebuilt is not taken for the damaged one."""
         path = self._path(id)
-        reason = _damage(path, id, hash_limit)
+        reason = damage(path, id, hash_limit)
         if reason is None:
             return path
         if path.exists():
@@ -352,7 +411,7 @@ def _write_record(folder: Path, key: ArtifactKey) -> None:
     _fsync(folder)
 
 
-def _read_record(path: Path) -> dict[str, Any]:
+def read_record(path: Path) -> dict[str, Any]:
     """Read a record. Raises ValueError if it is not what `_write_record` wrote, byte for byte."""
     text = (path / RECORD).read_text()
     record = json.loads(text)
@@ -364,7 +423,7 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def _read_entry(path: Path) -> Entry:
-    record = _read_record(path)
+    record = read_record(path)
     return Entry(
         key=ArtifactKey.of(record["kind"], record["factors"]),
         path=path,
@@ -373,14 +432,14 @@ def _read_entry(path: Path) -> Entry:
     )
 
 
-def _damage(path: Path, id: str, hash_limit: int | None) -> str | None:
+def damage(path: Path, id: str, hash_limit: int | None) -> str | None:
     """Say what is wrong with the artifact in `path`, or None if every byte is as recorded.
 
     Of files with more than `hash_limit` bytes only the size is compared. Files that the record does
     not name are not looked at.
     """
     try:
-        record = _read_record(path)
+        record = read_record(path)
         if ArtifactKey.of(record["kind"], record["factors"]).id != id:
             return "its record belongs to another key"
         for name, file in record["files"].items():

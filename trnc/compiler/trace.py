@@ -37,21 +37,25 @@ def trace_stage(spec: StageSpec) -> ExportedProgram:
     Raises:
         CompileError: the stage cannot be exported; the message names it and torch's reason.
     """
-    stage = build_stage(spec)
-    dims = {name: Dim(name, min=_SMALLEST.get(name, 2)) for name in _EXAMPLE_SIZES}
     try:
         with without_warnings():
-            # Fake inputs would do for export, but AOTInductor wants real ones; they are small.
-            program = torch.export.export(
-                _Positional(stage),
-                example_inputs(stage),
-                dynamic_shapes={"tensors": tuple(_dynamic(s, dims) for s in stage.inputs.values())},
-                strict=False,
-            )
-            functional: ExportedProgram = program.run_decompositions({})
-            return functional
+            return _export(spec)
     except Exception as error:
         raise CompileError(f"stage '{spec.label}' cannot be traced: {error}") from error
+
+
+def _export(spec: StageSpec) -> ExportedProgram:
+    stage = build_stage(spec)
+    dims = {name: Dim(name, min=_SMALLEST.get(name, 2)) for name in _EXAMPLE_SIZES}
+    # Fake inputs would do for export, but AOTInductor wants real ones; they are small.
+    program = torch.export.export(
+        _Positional(stage),
+        example_inputs(stage),
+        dynamic_shapes={"tensors": tuple(_dynamic(s, dims) for s in stage.inputs.values())},
+        strict=False,
+    )
+    functional: ExportedProgram = program.run_decompositions({})
+    return functional
 
 
 @contextmanager

@@ -9,6 +9,7 @@ stage file's name is bound to its content, so an edit by hand (or a line-ending 
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import io
 import json
@@ -135,6 +136,22 @@ def read_lock(root: Path) -> tuple[PresetGraphs, ...]:
     """
     stages = {path.stem: _read_stage(path) for path in sorted((root / _STAGES).glob("*.txt"))}
     return tuple(_read_preset(path, stages) for path in sorted(root.glob("*/*.toml")))
+
+
+def read_stage(root: Path, name: str) -> StageText | None:
+    """Read a file of a canonical text, or the only stage of the lock whose label begins so.
+
+    None if it is neither.
+
+    Raises:
+        TrncError: several stages begin so.
+    """
+    if (path := Path(name)).is_file():
+        return StageText(path.stem, path.read_text())
+    found = sorted((root / _STAGES).glob(f"{glob.escape(name)}*.txt"))
+    if len(found) > 1:
+        raise TrncError(f"'{name}' is one of {', '.join(p.stem for p in found)}: give more of it")
+    return _read_stage(found[0]) if found else None
 
 
 def write_lock(root: Path, presets: Sequence[PresetGraphs]) -> None:

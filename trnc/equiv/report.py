@@ -33,7 +33,7 @@ def _preset_lines(preset: PresetChange) -> list[str]:
     lines += [f"  + {name}" for name in preset.added]
     lines += [f"  - {name}" for name in preset.removed]
     for variant in preset.changed:
-        words = [f"{_call(old)} -> {_call(new)}" for old, new in variant.calls]
+        words = [f"{call_word(old)} -> {call_word(new)}" for old, new in variant.calls]
         words += ["values bound to other inputs"] if variant.has_new_wiring else []
         lines.append(f"  {variant.name}: {', '.join(words)}")
     return lines
@@ -42,7 +42,7 @@ def _preset_lines(preset: PresetChange) -> list[str]:
 def _stage_lines(change: StageChange, shown: dict[tuple[str, ...], str]) -> list[str]:
     """A stage's heading and its diff, or where an equal one was shown."""
     before, after = change.before, change.after
-    users = f"in {_list(change.variants)}"
+    users = f"in {list_variants(change.variants)}"
     if before is None or after is None:
         stage = before or after
         assert stage is not None
@@ -63,11 +63,13 @@ def _signature(lines: Sequence[DiffLine]) -> tuple[str, ...]:
     return tuple(line.tag + sizes.sub(r"\1\2", line.text) for line in changed(lines))
 
 
-def _call(call: StageCall | None) -> str:
+def call_word(call: StageCall | None) -> str:
+    """Return a call as the lock has it."""
     return str(call) if call is not None else "(none)"
 
 
-def _list(names: Sequence[str]) -> str:
+def list_variants(names: Sequence[str]) -> str:
+    """Return how many variants, and the first of them."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     noun = "variant" if len(names) == 1 else "variants"
     return f"{len(names)} {noun}: {', '.join(names[:_NAMED])}{more}"

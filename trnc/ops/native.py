@@ -75,23 +75,31 @@ def detect_target(cpuinfo: Path = Path("/proc/cpuinfo")) -> Target:
 
     Raises ConfigError where TRNC_TARGET is unknown or this processor cannot run it.
     """
-    features = _cpu_features(cpuinfo)
     forced = os.environ.get("TRNC_TARGET")
     if not forced:
+        features = _cpu_features(cpuinfo)
         return next(target for target in TARGETS if target.needs <= features)
-    by_name = {target.name: target for target in TARGETS}
-    if forced not in by_name:
-        known = ", ".join(by_name)
-        raise ConfigError(
-            f"TRNC_TARGET={forced} is not a target ({known}).{nearest(forced, by_name)}"
-        )
-    target = by_name[forced]
-    if missing := target.needs - features:
+    target = find_target(forced, "TRNC_TARGET=")
+    if missing := missing_features(target, cpuinfo):
         raise ConfigError(
             f"TRNC_TARGET={forced} needs {', '.join(sorted(missing))}, which this processor lacks; "
             "unset it to use the best target"
         )
     return target
+
+
+def find_target(name: str, flag: str) -> Target:
+    """Return the target of a name; `flag` is what gave it, for the ConfigError of a wrong one."""
+    by_name = {target.name: target for target in TARGETS}
+    if name not in by_name:
+        known = ", ".join(by_name)
+        raise ConfigError(f"{flag}{name} is not a target ({known}).{nearest(name, by_name)}")
+    return by_name[name]
+
+
+def missing_features(target: Target, cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Return what of a target's features this processor lacks."""
+    return target.needs - _cpu_features(cpuinfo)
 
 
 def _cpu_features(cpuinfo: Path) -> frozenset[str]:

@@ -53,6 +53,11 @@ def packed_shape(format: str, out_features: int, in_features: int) -> tuple[int,
     return tiles, in_features // GROUP * _RECORD_BYTES[format]
 
 
+def packed_constants(format: str) -> tuple[int, int]:
+    """Return the bytes of a grouped format's record, and where its f16 constants begin."""
+    return _RECORD_BYTES[format], _BLOCK_BYTES[format]
+
+
 def natural_format(logical: Layout) -> Format:
     """Return the format that holds `logical` without rounding a weight (f16 becomes f32)."""
     if isinstance(logical, Int8Groups):

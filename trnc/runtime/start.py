@@ -25,6 +25,7 @@ from trnc.compiler.manifest import STAGE_FILE, Manifest, manifest_key, read_mani
 from trnc.compiler.matrix import variant_matrix
 from trnc.compiler.program import ProgramConfig
 from trnc.compiler.store import Store
+from trnc.compiler.tier import open_store
 from trnc.core import ExecutorInfo
 from trnc.errors import ConfigError, StoreError
 from trnc.models.config import ModelConfig, load_config
@@ -146,7 +147,7 @@ def start_executor(
         if options.backend == "eager":
             executor = _start_eager(config, weights, timings)
         else:
-            store = Store(root=options.store, log=report)
+            store = open_store(options.store, report)
             executor = _start_compiled(config, store, compiler, weights, timings)
     features = ("logprobs", "logit_bias")
     return executor, timings.seconds, tuple(f for f in features if getattr(options.preset, f))

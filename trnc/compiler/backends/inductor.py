@@ -20,7 +20,7 @@ from trnc.compiler.backends.lowering import DIRECT_CALLS, fuse, lowering_digest
 from trnc.compiler.manifest import STAGE_FILE
 from trnc.compiler.trace import without_warnings
 from trnc.errors import CompileError
-from trnc.ops.native import Target, kernel_factors
+from trnc.ops.native import Target, kernel_factors, missing_features
 
 # Vector width in bits and architecture level of the code that Inductor generates for a target.
 _CODEGEN = {
@@ -54,6 +54,23 @@ def stage_factors(graph_digest: str, target: Target) -> dict[str, str]:
         "target": target.name,
         "options": json.dumps(options(target), sort_keys=True),
     }
+
+
+def obstacle(target: Target) -> str | None:
+    """Say why this machine cannot compile stages for a target; None if it can.
+
+    Inductor generates vector code only for widths that the processor at hand has. The kernels'
+    compiler has no such limit.
+    """
+    width, level = _CODEGEN[target.name]
+    needed = {512: ("avx512f", "avx512bw", "avx512dq", "avx512vl"), 256: ("avx2", "fma")}
+    lacking = [f for f in needed.get(width, ()) if f in missing_features(target)]
+    if not lacking:
+        return None
+    return (
+        f"Inductor generates {level} code only on a processor that has it; this one lacks"
+        f" {', '.join(lacking)}"
+    )
 
 
 def compile_stage(program: ExportedProgram, target: Target, out: Path) -> None:

@@ -1,0 +1,135 @@
+"""Equality saturation with egglog, in bounds: are two lists of terms equal under the rules?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from trnc.equiv.rules import BACK, RULES, SCHEMA, SHAPES
+from trnc.equiv.terms import Arena, Id, program_lines
+from trnc.errors import TrncError
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When to give up: nodes of the e-graph, seconds, rounds of all rules."""
+
+    nodes: int = 30_000
+    seconds: float = 10.0
+    rounds: int = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Saturation:
+    """What a run came to. `fired` are the rules that matched anything; not all of them matter.
+
+    `is_saturated`: no rule has anything left to add.
+    """
+
+    equal: tuple[bool, ...]
+    fired: tuple[str, ...]
+    nodes: int
+    seconds: float
+    is_saturated: bool
+
+
+class EGraph:
+    """The terms of an arena and what has been found equal among them."""
+
+    def __init__(self, *, arena: Arena, rules: Collection[str] | None = None) -> None:
+        """Load the terms; with `rules` only rules of these names, and no others, will run.
+
+        Raises:
+            TrncError: egglog is not installed.
+        """
+        self._bindings = _bindings()
+        self._graph = self._bindings.EGraph()
+        self._run(_theory(None if rules is None else frozenset(rules)))
+        self._run("\n".join(program_lines(arena)))
+
+    def saturate(self, pairs: Sequence[tuple[Id, Id]], limits: Limits) -> Saturation:
+        """Apply the rules, round by round, until all pairs are equal or a limit is reached."""
+        start, fired, is_saturated = time.perf_counter(), dict[str, None](), False
+        schedules = [
+            "(run-schedule (saturate shapes) (saturate (seq (run directed) (run shapes))))"
+        ]
+        schedules += [f"{schedules[0]} (run-schedule (run rules))"] * limits.rounds
+        for schedule in schedules:
+            reports = [done.report for done in self._run(schedule)]
+            for matches in (report.num_matches_per_rule for report in reports):
+                fired |= {name: None for name, count in matches.items() if count}
+            if all(self.are_equal(a, b) for a, b in pairs):
+                break
+            is_saturated = len(reports) > 1 and not any(report.updated for report in reports)
+            elapsed = time.perf_counter() - start
+            if is_saturated or self.size() > limits.nodes or elapsed > limits.seconds:
+                break
+        return Saturation(
+            equal=tuple(self.are_equal(a, b) for a, b in pairs),
+            fired=tuple(name for name in fired if not name.startswith("(rule")),
+            nodes=self.size(),
+            seconds=time.perf_counter() - start,
+            is_saturated=is_saturated,
+        )
+
+    def are_equal(self, a: Id, b: Id) -> bool:
+        """Whether two terms have been found equal."""
+        return bool(self._value(a) == self._value(b))
+
+    def matched(self, terms: Sequence[Id], others: Sequence[Id]) -> list[bool]:
+        """Of each term, whether it equals any of the others."""
+        values = [self._value(other) for other in others]
+        return [any(self._value(term) == value for value in values) for term in terms]
+
+    def size(self) -> int:
+        """The number of nodes."""
+        (sizes,) = self._run("(print-size)")
+        return sum(count for name, count in sizes.sizes if name != "shape")
+
+    def _value(self, term: Id) -> Any:
+        span = self._bindings.PanicSpan()
+        _, value = self._graph.eval_expr(self._bindings.Var(span, f"$t{term.number}"))
+        return value
+
+    def _run(self, text: str) -> Any:
+        return self._graph.run_program(*_parsed(text))
+
+
+def used_rules(
+    arena: Arena, pairs: Sequence[tuple[Id, Id]], fired: Sequence[str], limits: Limits
+) -> tuple[str, ...]:
+    """Return rules that suffice for the proof, none of which it can do without."""
+    names = list(dict.fromkeys(name.removesuffix(BACK) for name in fired))
+    size = len(names)
+    while size:
+        for start in range(0, len(names), size):  # leave out many at once first
+            rest = names[:start] + names[start + size :]
+            if all(EGraph(arena=arena, rules=rest).saturate(pairs, limits).equal):
+                names = rest
+                break
+        else:
+            size //= 2
+    return tuple(names)
+
+
+@lru_cache(maxsize=64)
+def _theory(names: frozenset[str] | None) -> str:
+    rules = (rule for rule in RULES if names is None or rule.name in names)
+    return "\n".join([SCHEMA, SHAPES, *(line for rule in rules for line in rule.commands())])
+
+
+def _parsed(text: str) -> Any:
+    return _bindings().EGraph().parse_program(text)
+
+
+def _bindings() -> Any:
+    try:
+        import egglog.bindings
+    except ImportError as error:
+        raise TrncError(
+            "proofs need egglog: pip install 'trnc[prove]' (or .[dev] in a checkout)"
+        ) from error
+    return egglog.bindings
