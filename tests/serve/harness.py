@@ -25,6 +25,7 @@ from tests.scripted_executor import ScriptedExecutor
 from tests.serve.toy_model import TEMPLATE, toy_tokenizer
 from trnc.checkpoint.generation import GenerationDefaults
 from trnc.core import ExecutorInfo
+from trnc.engine.executor import Executor
 from trnc.engine.messages import Stats
 from trnc.engine.process import EngineOptions, serve_engine
 from trnc.serve.access import Admission
@@ -60,13 +61,15 @@ class Setup:
     start_engine: bool = True
     chat_template: str | None = TEMPLATE
     parsers: Parsers = field(default_factory=Parsers)
+    bos: bool = False  # whether the tokenizer starts every text with a token
+    real_executor: Executor | None = None  # instead of the scripted one
 
 
 class Server:
     """A running server, and what a test does with it."""
 
     def __init__(self, setup: Setup) -> None:
-        self.tokenizer, self.template = toy_tokenizer(setup.chat_template)
+        self.tokenizer, self.template = toy_tokenizer(setup.chat_template, bos=setup.bos)
         self.executor = ScriptedExecutor(
             info=ExecutorInfo(
                 max_rows=setup.max_rows,
@@ -196,9 +199,10 @@ class Server:
     def _run_engine(self, endpoint: str) -> None:
         def factory(
             report: Callable[[str], None],
-        ) -> tuple[ScriptedExecutor, dict[str, float], tuple[str, ...]]:
+        ) -> tuple[Executor, dict[str, float], tuple[str, ...]]:
             report("building the executor")
-            return self.executor, {"everything": 0.0}, self._setup.features
+            executor = self._setup.real_executor or self.executor
+            return executor, {"everything": 0.0}, self._setup.features
 
         serve_engine(factory, endpoint, EngineOptions(max_waiting=self._setup.max_waiting))
 

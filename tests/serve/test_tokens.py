@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.serve.harness import MODEL, Server
-from tests.serve.test_requests import chat, error_of
+from tests.serve.harness import MODEL, Server, Setup, running
+from tests.serve.test_requests import chat, completion, error_of
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -62,6 +62,22 @@ def test_messages_are_counted_as_the_chat_counts_them(server, options):
     usage = chat(server, messages=messages, return_token_ids=True, **options).json()
     assert body["count"] == usage["usage"]["prompt_tokens"]
     assert body["tokens"] == usage["prompt_token_ids"]
+
+
+def test_the_tokens_that_start_a_text():
+    """A prompt gets them unless told otherwise; a template has written its own."""
+    with running(Setup(bos=True)) as server:
+        [bos, *ids] = server.prompt_ids("The dog")
+        for body, expected in (
+            ({"prompt": "The dog"}, [bos, *ids]),
+            ({"prompt": "The dog", "add_special_tokens": False}, ids),
+            ({"messages": HELLO}, server.chat_ids(HELLO)),
+            ({"messages": HELLO, "add_special_tokens": True}, [bos, *server.chat_ids(HELLO)]),
+        ):
+            assert post(server, "/tokenize", **body).json()["tokens"] == expected
+        usage = chat(server, messages=HELLO).json()["usage"]
+        assert usage["prompt_tokens"] == len(server.chat_ids(HELLO))
+        assert completion(server, prompt="The dog").json()["usage"]["prompt_tokens"] == len(ids) + 1
 
 
 @pytest.mark.parametrize("path", ["/detokenize", "/v1/detokenize"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from trnc.checkpoint.chat_template import ChatTemplate
 from trnc.checkpoint.tokenizer import Tokenizer
@@ -36,9 +36,19 @@ def _backend_json() -> str:
     return str(backend.to_str())
 
 
-def toy_tokenizer(template: str | None = TEMPLATE) -> tuple[Tokenizer, ChatTemplate | None]:
-    """Return a byte-level BPE tokenizer whose only end is `<|im_end|>`, and its template."""
+def toy_tokenizer(
+    template: str | None = TEMPLATE, *, bos: bool = False
+) -> tuple[Tokenizer, ChatTemplate | None]:
+    """Return a byte-level BPE tokenizer whose only end is `<|im_end|>`, and its template.
+
+    With `bos` every text starts with `<|endoftext|>`.
+    """
     backend = Backend.from_str(_backend_json())
+    if bos:
+        start = ("<|endoftext|>", backend.token_to_id("<|endoftext|>"))
+        backend.post_processor = processors.TemplateProcessing(
+            single="<|endoftext|> $A", special_tokens=[start]
+        )
     tokenizer = Tokenizer(
         backend=backend,
         eos_token_ids=(backend.token_to_id("<|im_end|>"),),
