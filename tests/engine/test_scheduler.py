@@ -156,6 +156,8 @@ def test_a_flush_forgets_every_prefix_but_only_without_work() -> None:
     bench.finish()
     assert bench.scheduler.flush() == 2
     assert bench.scheduler.flush() == 0
+    assert len(bench.scheduler.kv.pool) == bench.info.num_pages - 1
+    check_ownership(bench.scheduler)
     bench.add("b", range(9), 2)
     assert [s.start for s in bench.step().sequences] == [0]
     bench.finish()
