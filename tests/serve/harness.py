@@ -122,6 +122,11 @@ class Server:
 
         return anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0, timeout=60)
 
+    def async_anthropic(self) -> Any:
+        import anthropic
+
+        return anthropic.AsyncAnthropic(base_url=self.url, api_key="none", max_retries=0)
+
     def chat_ids(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         assert self.template is not None
         text = self.template.render(messages, **{"add_generation_prompt": True, **options})

@@ -234,7 +234,15 @@ def test_stop_reasons(server, client, stream):
 
     assert ending() == ("end_turn", None)
     assert ending(max_tokens=2) == ("max_tokens", None)
+    assert ending(max_tokens=10_000) == ("end_turn", None), "the room of the context is the limit"
     assert ending(stop_sequences=["zzz", "three"]) == ("stop_sequence", "three")
+
+
+def test_an_answer_that_the_context_ends_says_so(server, client):
+    server.say(HELLO, [server.tokenizer.encode("x", add_special_tokens=False)[0]] * 600)
+    answer = create(client, max_tokens=10_000)
+    assert answer.stop_reason == "model_context_window_exceeded"
+    assert answer.usage.output_tokens == 512 - len(server.chat_ids(HELLO))
 
 
 def test_one_call_at_a_time_if_asked(server, client):

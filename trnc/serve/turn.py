@@ -42,7 +42,8 @@ class TurnFields:
 class TurnRequest:
     """A checked conversation. `messages` are a template's, `tools` in OpenAI's chat shape.
 
-    The params are the API's names of what the limits may refuse.
+    The params are the API's names of what the limits may refuse. With `clip`, a `max_tokens` that
+    the context has no room for is cut to what it has.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class TurnRequest:
     fields: TurnFields
     max_tokens: int | None = None
     max_tokens_param: str
+    clip: bool = False
     logprobs: int | None = None
     parallel_calls: bool = True
 
@@ -118,9 +120,9 @@ class TurnRunner:
             request_id=request.request_id,
             prompt_ids=await self.prompt_ids(request),
             prompt_param=request.messages_param,
-            max_tokens=request.max_tokens,
+            max_tokens=None if request.clip else request.max_tokens,
             max_tokens_param=request.max_tokens_param,
-            default_max_tokens=None,
+            default_max_tokens=request.max_tokens if request.clip else None,
             logprobs=request.logprobs,
         )
         return Turn(generation, bool(request.tools), request.parallel_calls)

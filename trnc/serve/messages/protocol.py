@@ -11,7 +11,9 @@ import msgspec
 
 from trnc.serve.body import BodyRules, Inert, Refused
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+StopReason = Literal[
+    "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+]
 
 _NO = Refused()
 _FALSE = Refused((None, False))

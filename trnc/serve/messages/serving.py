@@ -41,6 +41,7 @@ class _Job:
     id: str
     model: str
     turn: Turn
+    max_tokens: int
 
 
 class MessagesServing:
@@ -55,7 +56,7 @@ class MessagesServing:
         model = served_model(body.model, self._model_names)
         message_id = f"msg_{uuid.uuid4().hex}"
         request = _turn_request(body, message_id, _fields(body), body.max_tokens)
-        job = _Job(message_id, model, await self._turns.plan(request))
+        job = _Job(message_id, model, await self._turns.plan(request), body.max_tokens)
         return self._stream(job) if body.stream else await self._complete(job)
 
     async def count_tokens(self, body: Conversation) -> TokenCount:
@@ -71,7 +72,7 @@ class MessagesServing:
                 for part in progress.parts:
                     list(builder.push(part))
         list(builder.finish())
-        ending = _ending(progress)
+        ending = _ending(job, progress)
         return MessageAnswer(
             id=job.id,
             model=job.model,
@@ -96,7 +97,7 @@ class MessagesServing:
                         yield event
         for event in builder.finish():
             yield event
-        yield MessageDelta(_ending(progress), _usage(job, progress))
+        yield MessageDelta(_ending(job, progress), _usage(job, progress))
         yield MessageStop()
 
 
@@ -113,11 +114,16 @@ def _turn_request(
         fields=fields,
         max_tokens=max_tokens,
         max_tokens_param="max_tokens",
+        clip=True,  # the field is required: clients send a large one and mean no limit
         parallel_calls=not choice.disable_parallel_tool_use,
     )
 
 
 def _fields(body: MessagesRequest) -> TurnFields:
+    if body.max_tokens < 1:
+        raise RequestError(
+            f"'max_tokens' must be at least 1, got {body.max_tokens}.", param="max_tokens"
+        )
     stops = body.stop_sequences
     if stops is not None and not all(stops):
         raise RequestError(
@@ -139,11 +145,12 @@ def _usage(job: _Job, progress: Progress) -> Usage:
     return Usage(prompt_tokens - cached, cached, progress.completion_tokens)
 
 
-def _ending(progress: Progress) -> Ending:
+def _ending(job: _Job, progress: Progress) -> Ending:
     """Return why the answer ended. A stop sequence is told only where it ended the text."""
     reason: StopReason = "end_turn"
     if progress.finish_reason == "length":
-        reason = "max_tokens"
+        clipped = job.turn.generation.max_tokens < job.max_tokens
+        reason = "model_context_window_exceeded" if clipped else "max_tokens"
     elif isinstance(progress.matched, str):
         return Ending("stop_sequence", progress.matched)
     elif progress.called:
