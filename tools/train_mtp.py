@@ -30,7 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trnc.checkpoint.mtp_file import TARGET
+from trnc.checkpoint.mtp_file import TARGET, read_mtp_file
 from trnc.checkpoint.source import DEFAULT_MODEL, resolve
 from trnc.checkpoint.tokenizer import load_tokenizer
 
@@ -44,6 +44,7 @@ Threads = Annotated[int | None, typer.Option(min=1, help="Default: what torch ta
 DEFAULT_FOLDER = Path("mtp-training")
 CHECKPOINT = "checkpoint.pt"
 BEST = "best.safetensors"
+TRAINED_ON = "trained_on"  # metadata of a block
 DRAFT_IDS = "draft-ids.safetensors"
 
 console = Console(stderr=True)
@@ -179,7 +180,8 @@ def _train(
                 held_out, agreed = trainer.validate(chosen_by)
                 if held_out < done.best:
                     done.best, done.best_step = held_out, done.step
-                    save_file(trainer.block.state_dict(), folder / BEST)
+                    about = {TRAINED_ON: data, "steps": str(done.step)}
+                    save_file(trainer.block.state_dict(), folder / BEST, metadata=about)
                 trainer.save(folder / CHECKPOINT, data)
                 console.print(
                     f"step {done.step}: loss {loss.mean:.3f}, held out {held_out:.3f}, agreement"
@@ -227,7 +229,6 @@ def export(
     layer = target.config.num_layers
     weights, _ = read_block(block or folder / BEST, layer=layer)
     ids = load_file(folder / DRAFT_IDS)["ids"]
-    examples = load_split(folder, "train", target, seed)
     held_out = [e for i, e in enumerate(load_split(folder, "held_out", target, seed)) if i % 4]
     scratch = out.with_suffix(".tmp")
     write_block(scratch, weights, ids, layer=layer, metadata={})
@@ -239,8 +240,7 @@ def export(
         "license": "Apache-2.0",
         "target": source.name,
         "seed": str(seed),
-        "training_answers": str(len(examples)),
-        "training_tokens": str(sum(len(e.answer.output_ids) for e in examples)),
+        **read_mtp_file(block or folder / BEST).metadata,
         "held_out_acceptance": json.dumps(
             {n: [round(p, 4) for p in a.positions] for n, a in found.items()}
         ),

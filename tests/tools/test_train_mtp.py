@@ -197,7 +197,7 @@ def run(tool: Any, trainer: Any, examples: list[Any], until: int) -> list[float]
 
 def test_the_loss_goes_down(tool: Any, target: Any, folder: Path) -> None:
     examples = tool.main.load_split(folder, "train", target, 0)
-    mine = trainer(tool, target, steps=40)
+    mine = trainer(tool, target, steps=40, rate=4e-3)
     before, _ = mine.validate(examples)
     run(tool, mine, examples, 40)
     after, agreed = mine.validate(examples)
@@ -346,6 +346,7 @@ def test_the_command_line_trains_evaluates_and_exports(
             assert "| all |" in result.output
     header = read_mtp_file(out)
     assert header.draft_vocab == VOCAB
+    assert header.metadata["trained_on"].startswith("24 answers, ")
     assert set(json.loads(header.metadata["held_out_acceptance"])) >= {"chat", "all"}
     opened = open_model(model, report=lambda line: None, mtp=str(out))
     assert opened.config.mtp_vocab == VOCAB

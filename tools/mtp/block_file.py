@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mtp.block import WEIGHTS
 from trnc.checkpoint.layouts import GROUP, Int8Groups
-from trnc.checkpoint.mtp_file import DRAFT_IDS, SCALE, read_mtp_file
+from trnc.checkpoint.mtp_file import DRAFT_IDS, SCALE
 from trnc.checkpoint.weights import folder_name
 
 
@@ -62,8 +62,3 @@ def read_block(path: Path, *, layer: int) -> tuple[dict[str, Tensor], Tensor | N
         weights[name] = weight if scale is None else Int8Groups(weight, scale).dequantize()
     ids = tensors.get(DRAFT_IDS)
     return weights, None if ids is None else ids.long()
-
-
-def describe(path: Path) -> dict[str, str]:
-    """Return the metadata of a block."""
-    return read_mtp_file(path).metadata
