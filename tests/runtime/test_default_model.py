@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,7 @@ PROMPT = tuple(range(400, 525))
 
 
 def answers() -> tuple[list[str], list[Outcome], list[Outcome]]:
-    """Serve two requests alone and in six other ways; the ways, and what each request got."""
+    """Serve two requests alone and in other ways; the ways, and what each request got."""
     from trnc.checkpoint.source import DEFAULT_MODEL
     from trnc.compiler.store import default_root
     from trnc.engine.loops import overlapped_loop
@@ -36,11 +37,22 @@ def answers() -> tuple[list[str], list[Outcome], list[Outcome]]:
         "chunks of 50": serve(executor, {0: requests}, max_prefill_tokens=50),
         "prefix hit": serve(executor, {0: [first], 9: requests}),
     }
+    guessing = replace(options, preset=load_preset("mtp-dynamic"))
+    speculating, _, _ = start_executor(guessing, compile_missing, print)
+    served |= {
+        "speculating": serve(speculating, {0: requests}, mtp_always=True),
+        "speculating with strangers": serve(
+            speculating, {0: others, 2: requests}, loop=overlapped_loop, mtp_always=True
+        ),
+        "as far as pays": serve(speculating, {0: others, 2: requests}, loop=overlapped_loop),
+    }
+    assert served["speculating"].scheduler.counters.verify_steps > 0
     assert served["prefix hit"].deltas("greedy")[0].cached_tokens >= 64
     assert executor.compiles_after_ready() == 0
     got = [outcome(driver, r.request_id) for driver in served.values() for r in requests]
     expected = [alone(executor, r) for r in requests] * len(served)
     executor.close()
+    speculating.close()
     return list(served), got, expected
 
 

@@ -80,3 +80,17 @@ def test_the_metrics_count_drafts_by_how_far_ahead_they_were(speculating: Server
     assert all(a <= d for a, d in zip(accepted, drafted, strict=True))
     assert accepted[0] > accepted[4]
     assert float(lines["trnc_verify_steps_total"]) > 0
+
+
+def test_sglang_s_meta_info_tells_of_drafts(server: Server, speculating: Server) -> None:
+    body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 40, "temperature": 0}}
+    server.say(PROMPT, REPLY)
+    metas = []
+    for one in (server, speculating):
+        with one.http() as http:
+            metas.append(http.post("/generate", json=body).json()["meta_info"])
+    plain, guessed = metas
+    assert not [name for name in plain if name.startswith("spec_")]
+    right, all_ = guessed["spec_num_correct_drafts"], guessed["spec_num_proposed_drafts"]
+    assert 0 < right < all_
+    assert guessed["spec_accept_rate"] == pytest.approx(right / all_)

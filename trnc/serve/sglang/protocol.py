@@ -127,7 +127,8 @@ class MetaInfo(msgspec.Struct, frozen=True):
     """What is told beside the text. `finish_reason` is null while the request runs.
 
     `e2e_latency` (seconds) is there at the end, the log-probabilities if they were asked for: of
-    the raw logits, cumulative in a stream. Those of the input are empty.
+    the raw logits, cumulative in a stream. Those of the input are empty. What speculation guessed
+    is told where it guessed.
     """
 
     id: str
@@ -142,6 +143,9 @@ class MetaInfo(msgspec.Struct, frozen=True):
     output_token_logprobs_length: int | UnsetType = UNSET
     input_top_logprobs: list[list[LogprobEntry]] | UnsetType = UNSET
     output_top_logprobs: list[list[LogprobEntry]] | UnsetType = UNSET
+    spec_num_proposed_drafts: int | UnsetType = UNSET
+    spec_num_correct_drafts: int | UnsetType = UNSET
+    spec_accept_rate: float | UnsetType = UNSET
 
 
 class GenerateAnswer(msgspec.Struct, frozen=True):

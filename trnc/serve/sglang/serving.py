@@ -141,6 +141,7 @@ class GenerateServing:
             entries = self._entries([(i, one.logprob) for i, one in chosen], job)
             if alternatives:
                 top = [self._entries(one.top[:alternatives], job) for one in state.logprobs]
+        drafted = output.drafted_tokens
         return MetaInfo(
             id=part.request.request_id,
             finish_reason=_finish(output),
@@ -153,6 +154,9 @@ class GenerateServing:
             output_token_logprobs_length=UNSET if alternatives is None else len(state.logprobs),
             input_top_logprobs=[] if alternatives else UNSET,
             output_top_logprobs=top,
+            spec_num_proposed_drafts=drafted or UNSET,
+            spec_num_correct_drafts=output.accepted_tokens if drafted else UNSET,
+            spec_accept_rate=output.accepted_tokens / drafted if drafted else UNSET,
         )
 
     def _entries(self, tokens: Sequence[tuple[int, float]], job: _Job) -> list[LogprobEntry]:
