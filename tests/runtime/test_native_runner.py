@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -202,3 +203,24 @@ def test_a_text_is_the_oracle_s(f32: ProgramExecutor, f32_options: StartOptions)
 
 def _never(*_: object) -> None:
     pytest.fail("the eager backend compiles nothing")
+
+
+@pytest.mark.parametrize("name", ["quantized"])
+def test_the_writes_to_the_state_and_the_check_of_drafts_are_those_of_the_references(
+    pair: Pair,
+) -> None:
+    pick = torch.Generator().manual_seed(4)
+    sampled = torch.randint(0, 3, (24,), generator=pick)
+    drafted = torch.randint(0, 3, (24,), generator=pick)
+    sequences = torch.tensor([[4 * r, r % 5, 7] for r in range(6)], dtype=torch.int32)
+    hidden, rows = torch.randn(24, 8, generator=pick), torch.tensor([3, 1, 20])
+    results = []
+    for operators in (contextlib.nullcontext(), reference_mode()):
+        states = torch.zeros(5, 8)
+        with operators:
+            accepted, last = ops.accept_drafts(sampled, drafted, sequences)
+            ops.store_states(states, torch.tensor([4, 0, 2]), hidden, rows)
+        results.append((accepted, last, states))
+    for native_result, reference in zip(*results, strict=True):
+        assert torch.equal(native_result, reference)
+    assert results[0][0].unique().numel() > 2

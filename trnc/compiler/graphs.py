@@ -76,7 +76,7 @@ def _config(locked: LockedModel, preset: Preset) -> ProgramConfig:
     """The MTP layer is part of a configuration only where the preset speculates."""
     model, formats = locked.model, locked.formats
     if not preset.mtp_depths:
-        model = replace(model, mtp_layers=0)
+        model = replace(model, mtp_layers=0, mtp_vocab=0)
         formats = replace(formats, layers=formats.layers[: model.num_layers])
     return ProgramConfig(model=model, formats=formats, preset=preset)
 
