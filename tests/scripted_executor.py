@@ -116,6 +116,23 @@ def expected_tokens(
     return output
 
 
+def penalized(token: int, counts: bytes, info: ExecutorInfo) -> int:
+    """Return a token that depends on all the ids and numbers in `SequencePlan.counts`."""
+    values = memoryview(counts).cast("i").tolist()
+    ids, numbers = values[: len(values) // 2], values[len(values) // 2 :]
+    shift = sum((i + 3) * (n + 1) for i, n in zip(ids, numbers, strict=True))
+    return (token + shift) % info.vocab_size
+
+
+def nearest_allowed(token: int, mask: bytes, info: ExecutorInfo) -> int:
+    """Return the token, or the next one that its mask allows (after the last comes 0)."""
+    if not mask:
+        return token
+    words = memoryview(mask).cast("I")
+    cycle = (*range(token, info.vocab_size), *range(token))
+    return next(t for t in cycle if words[t // 32] >> t % 32 & 1)
+
+
 def expected_logprobs(token: int, alternatives: int, info: ExecutorInfo) -> TokenLogprobs:
     """Return the logprobs that go with a chosen token: it is the first of the alternatives."""
     top = tuple(((token + i) % info.vocab_size, -0.5 - i) for i in range(alternatives))
@@ -225,7 +242,15 @@ class ScriptedExecutor:
             else ()
             for sequence, picked in zip(plan.sequences, tokens, strict=True)
         )
-        return StepResult(tuple(map(tuple, tokens)), logprobs, micros=duration(plan))
+        prompt_logprobs = tuple(
+            tuple(
+                expected_logprobs(target, sequence.sampling.prompt_logprobs or 0, self.info)
+                for target in sequence.targets
+                if target >= 0
+            )
+            for sequence in plan.sequences
+        )
+        return StepResult(tuple(map(tuple, tokens)), logprobs, duration(plan), prompt_logprobs)
 
     def _compute(self, plan: StepPlan, sequence: SequencePlan, lost: bool) -> list[int]:
         """Write a sequence's tokens and return what it picks, in a verify what is accepted."""
@@ -298,8 +323,12 @@ class ScriptedExecutor:
 
     def _pick(self, history: list[int], sequence: SequencePlan, offset: int) -> int:
         index = sequence.output_index + offset
-        reply = scripted_token(history, index, self.script, self.info)
-        return next_token(history, sequence.sampling, index, self.info) if reply is None else reply
+        token = scripted_token(history, index, self.script, self.info)
+        if token is None:
+            token = next_token(history, sequence.sampling, index, self.info)
+        mask = sequence.masks[offset] if sequence.masks else b""
+        counts = sequence.counts[offset] if sequence.counts else b""
+        return nearest_allowed(penalized(token, counts, self.info), mask, self.info)
 
     def _history(self, sequence: SequencePlan, length: int, lost: bool) -> list[int]:
         """Read positions `0 .. length - 1` back through the pages."""

@@ -1,7 +1,7 @@
 """The vocabulary of trnc as frozen dataclasses. Imports nothing of ours.
 
-`StepPlan` is the line between the host and the device: the scheduler writes one in plain data, the
-catalog turns it into a `VariantKey`, and the executor runs that variant's program.
+`StepPlan` is the line between host and device: the scheduler writes one, the catalog turns it into
+a `VariantKey`, and the executor runs that variant's program.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Literal
 Step = Literal["prefill", "decode", "draft", "verify"]
 Sampling = Literal["greedy", "sample"]
 FinishReason = Literal["stop", "length", "abort", "error"]
-
 MAX_LOGPROBS = 20  # the width of the logprobs stage; OpenAI's own limit
 MAX_LOGIT_BIAS = 512  # the width of the logit_bias stage; entries above are a 400
 
@@ -21,7 +20,7 @@ MAX_LOGIT_BIAS = 512  # the width of the logit_bias stage; entries above are a 4
 class VariantKey:
     """Names one compiled variant. A default of a feature means "absent from the graph".
 
-    `tokens` is the static number of token rows, `rows` of sequences, `depth` of drafts a sequence.
+    It has `tokens` token rows, `rows` sequences, `depth` drafts and `penalties` entries of each.
     """
 
     step: Step
@@ -31,6 +30,9 @@ class VariantKey:
     logprobs: bool = False
     logit_bias: bool = False
     depth: int = 0
+    mask: bool = False
+    penalties: int = 0
+    prompt_logprobs: bool = False
 
     @property
     def logit_rows(self) -> int:
@@ -38,8 +40,10 @@ class VariantKey:
         return self.tokens if self.step == "verify" else self.rows
 
     def __str__(self) -> str:
-        """Return e.g. `prefill-256x4/sample+logprobs` or `verify-4d2/greedy`."""
-        flags = "".join(f"+{f}" for f in ("logprobs", "logit_bias") if getattr(self, f))
+        """Return e.g. `prefill-256x4/sample+logprobs+penalties64` or `verify-4d2/greedy`."""
+        names = ("logprobs", "logit_bias", "mask", "prompt_logprobs")
+        flags = "".join(f"+{name}" for name in names if getattr(self, name))
+        flags += f"+penalties{self.penalties}" if self.penalties else ""
         size = f"{self.tokens}x{self.rows}" if self.step == "prefill" else f"{self.rows}"
         depth = f"d{self.depth}" if self.depth else ""
         return f"{self.step}-{size}{depth}/{self.sampling}{flags}"
@@ -49,9 +53,8 @@ class VariantKey:
 class SamplingParams:
     """How one request picks its tokens. The order of the filters is DESIGN §5.
 
-    `temperature` 0 is greedy; `top_k` 0 means all; `seed` is always set (the API process draws one
-    when the client gives none), so every request can be replayed. `logprobs` is None for none,
-    otherwise how many alternatives (0..MAX_LOGPROBS) are returned beside the chosen token's.
+    `temperature` 0 is greedy; `top_k` 0 means all. `logprobs` and `prompt_logprobs` are None or how
+    many alternatives are given; with `penalize_prompt` repetition counts the prompt, too.
     """
 
     temperature: float = 0.0
@@ -61,11 +64,11 @@ class SamplingParams:
     seed: int = 0
     logprobs: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
-
-    @property
-    def mode(self) -> Sampling:
-        """The sampling mode that this request needs from a variant."""
-        return "greedy" if self.temperature == 0.0 else "sample"
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    penalize_prompt: bool = True
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +81,12 @@ class SequencePlan:
     `pages` cover positions `0 .. start + count - 1`. If `sample`, the step picks the token that
     follows, as output number `output_index` of the request (the noise depends on it). `following`
     is the token at `start + count` where the request has one already.
-
     In a `verify` what `token_ids` lacks are the slot's drafts, and one token is picked after each.
     A `draft` stands on the device's own position of the slot: `start` is the furthest that this can
     be, and only the difference of `output_index` and `start` matters.
+    What is not used is empty. For each row of logits, `masks` are packed bits of the tokens that
+    may be picked, `counts` (int32) the penalised ids, then how often each was output; `targets` has
+    for each token the one after it where its log-probability is wanted, else -1.
     """
 
     slot: int
@@ -93,6 +98,9 @@ class SequencePlan:
     output_index: int
     sampling: SamplingParams
     following: int | None = None
+    masks: tuple[bytes, ...] = ()
+    counts: tuple[bytes, ...] = ()
+    targets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,22 +123,20 @@ class TokenLogprobs:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step picked, for each sequence of the plan: nothing where it did not sample.
-
     A `draft` gives its drafts, a `verify` the accepted ones and the token after them. There are as
-    many `logprobs` where they were asked for, else none. `micros` is the device's time.
+    many `logprobs` if asked for; `prompt_logprobs` are of the `targets`. `micros` is device time.
     """
 
     tokens: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[TokenLogprobs, ...], ...]
     micros: int = 0
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorInfo:
     """What the scheduler must know of an executor. Page 0 is never handed out: padding uses it.
-
-    `mtp_depths` are the depths of speculation that it has variants for, ascending; with
-    `mtp_always` nothing else decodes.
+    `mtp_depths` are the depths that it can speculate; with `mtp_always` nothing else decodes.
     """
 
     max_rows: int

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -11,6 +12,18 @@ from typing import Any, Literal, get_type_hints
 from trnc.errors import ConfigError, nearest
 
 KvDtype = Literal["float32", "float16", "bfloat16", "int8"]
+
+# Every feature, as preset key and (with hyphens) as flag, and what it is for.
+FEATURES: Mapping[str, str] = {
+    "logprobs": "log-probabilities of the output",
+    "logit_bias": "logit_bias",
+    "structured_outputs": "JSON schemas, regexes, grammars, and tool_choice",
+    "token_masks": "allowed_token_ids and bad_words",
+    "min_tokens": "min_tokens",
+    "thinking_budget": "thinking_token_budget",
+    "penalties": "repetition, frequency and presence penalties",
+    "prompt_logprobs": "log-probabilities of the prompt",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +39,9 @@ class Preset:
     `mtp_depths` are how many tokens a round of speculation may guess, ascending; none: the MTP
     layer is left out. The depth of a round is chosen as it goes, 0 (a plain decode) included; with
     `mtp_always` it is always the deepest.
+
+    The keys of `FEATURES` are true or false. `penalty_buckets` are sizes, too: how many distinct
+    tokens of a sequence are penalised; one for a full context is always there beside them.
     """
 
     name: str
@@ -40,6 +56,31 @@ class Preset:
     mtp_always: bool = False
     logprobs: bool = True
     logit_bias: bool = True
+    structured_outputs: bool = False
+    token_masks: bool = False
+    min_tokens: bool = False
+    thinking_budget: bool = False
+    penalties: bool = False
+    penalty_buckets: tuple[int, ...] = (64, 512)
+    prompt_logprobs: bool = False
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The names of the features that are on."""
+        return tuple(name for name in FEATURES if getattr(self, name))
+
+    @property
+    def masks(self) -> bool:
+        """Whether variants with a token mask are needed: four features share them."""
+        masked = ("structured_outputs", "token_masks", "min_tokens", "thinking_budget")
+        return any(name in self.features for name in masked)
+
+    @property
+    def penalty_sizes(self) -> tuple[int, ...]:
+        """The sizes of the penalties' inputs, ascending; the last holds any sequence."""
+        if not self.penalties:
+            return ()
+        return (*(n for n in self.penalty_buckets if n < self.positions), self.positions)
 
     @property
     def max_rows(self) -> int:
@@ -114,6 +155,26 @@ def parse_preset(text: str, *, name: str) -> Preset:
     return preset
 
 
+def with_features(
+    preset: Preset, features: Mapping[str, bool], penalty_buckets: Sequence[int] = ()
+) -> Preset:
+    """Return the preset with features switched on or off, as by the flags of a command.
+
+    Raises:
+        ConfigError: an unknown feature, or buckets that are not ascending.
+    """
+    for name in features:
+        if name not in FEATURES:
+            raise ConfigError(f"unknown feature '{name}'.{nearest(name, FEATURES)}")
+    buckets = tuple(penalty_buckets) or preset.penalty_buckets
+    values: dict[str, Any] = dict(features)
+    changed = replace(preset, **values, penalty_buckets=buckets)
+    _validate(changed)
+    if penalty_buckets and not changed.penalties:
+        raise ConfigError("--penalty-buckets needs --penalties")
+    return changed
+
+
 def _typed(name: str, key: str, value: Any) -> Any:
     """Check one TOML value against the annotation of the field it sets."""
     wanted = get_type_hints(Preset)[key]
@@ -139,9 +200,10 @@ def _validate(preset: Preset) -> None:
             got = getattr(preset, key)
             raise ConfigError(f"preset '{preset.name}': '{key}' must be {rule}, got {got}")
 
-    for key in ("decode_rows", "prefill_tokens", "mtp_depths"):
+    for key in ("decode_rows", "prefill_tokens", "mtp_depths", "penalty_buckets"):
         sizes = getattr(preset, key)
-        check(bool(sizes) or key == "mtp_depths", key, "a list of integers, at least one")
+        may_be_empty = key in ("mtp_depths", "penalty_buckets")
+        check(bool(sizes) or may_be_empty, key, "a list of integers, at least one")
         ascending = sizes == tuple(sorted(set(sizes))) and min(sizes, default=1) >= 1
         check(ascending, key, "ascending and positive")
     check(max(preset.mtp_depths, default=0) <= 8, "mtp_depths", "at most 8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from dataclasses import fields
@@ -113,12 +114,11 @@ def test_a_warm_start_of_the_engine_loads_no_compiler():
 def test_the_defaults_of_serve_are_those_of_the_server():
     from trnc.cli.main import serve
 
-    assert serve.__defaults__ is not None
-    names = serve.__code__.co_varnames[: serve.__code__.co_argcount]
-    defaults = dict(zip(names, serve.__defaults__, strict=True))
+    parameters = inspect.signature(serve).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
     options = ServeOptions()
     shared = {"api_key": "api_keys", "allowed_origin": "allowed_origins"}
-    for name in {field.name for field in fields(ServeOptions)} & set(names):
+    for name in {field.name for field in fields(ServeOptions)} & set(defaults):
         assert defaults[name] == getattr(options, name)
     for flag, name in shared.items():
         assert (defaults[flag] or ()) == getattr(options, name)

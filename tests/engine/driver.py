@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tests.scripted_executor import ScriptedExecutor
 from trnc.core import SamplingParams
-from trnc.engine.loops import Engine
+from trnc.engine.loops import Engine, Grammars, NoGrammars
 from trnc.engine.messages import Delta, Deltas, Failed, Shutdown, Stats, Submit, ToApi, ToEngine
 from trnc.engine.scheduler import Scheduler
 from trnc.engine.trace import Began, TraceEvent
@@ -46,6 +46,7 @@ class Driver:
     executor: ScriptedExecutor
     arrivals: Mapping[int, Sequence[ToEngine]]
     max_waiting: int | None = None
+    grammars: Grammars = field(default_factory=NoGrammars)
     sent: list[ToApi | Delta] = field(default_factory=list)
     events: list[TraceEvent] = field(default_factory=list)
     turn: int = -1
@@ -56,6 +57,7 @@ class Driver:
         self.engine = Engine(
             scheduler=self.scheduler,
             executor=self.executor,
+            grammars=self.grammars,
             receive=self.receive,
             send=self.send,
             trace=self.events.append,

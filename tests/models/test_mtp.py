@@ -76,6 +76,7 @@ class Drafter:
             self.key,
             max_pages=SPECULATING.max_pages,
             spare_slot=PRESET.max_rows,
+            vocab_size=self.config.model.vocab_size,
             speculates=True,
         )
 

@@ -51,7 +51,13 @@ class Oracle:
         )
         plan = StepPlan("prefill" if len(tokens) > 1 else "decode", (sequence,))
         key = self._catalog.select(plan)
-        inputs = build_inputs(plan, key, max_pages=preset.max_pages, spare_slot=preset.max_rows)
+        inputs = build_inputs(
+            plan,
+            key,
+            max_pages=preset.max_pages,
+            spare_slot=preset.max_rows,
+            vocab_size=self.config.model.vocab_size,
+        )
         program = build_program(self.config, key)
         return self._runner.evaluate(program, inputs)["value.logits"][0]
 

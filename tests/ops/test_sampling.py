@@ -14,7 +14,14 @@ from torch import Tensor
 
 from trnc.ops import native, sampling
 from trnc.ops.library import reference_mode
-from trnc.ops.sampling import logit_bias, logprobs, sample, sample_greedy
+from trnc.ops.sampling import (
+    apply_mask,
+    logit_bias,
+    logprobs,
+    penalize,
+    sample,
+    sample_greedy,
+)
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
@@ -363,3 +370,72 @@ def test_ops_trace_with_fake_tensors() -> None:
         op.sample.default, (logits, row, row.int(), row, row * 0, row.long(), row.long())
     )
     torch.library.opcheck(op.logprobs.default, (logits, row.long(), 5))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(VOCABULARIES), st.integers(0, 99), st.data())
+def test_a_mask_leaves_what_its_bits_say(vocab: int, seed: int, data: st.DataObject) -> None:
+    logits = random_logits(3, vocab, seed)
+    logits[1, seed % vocab] = NAN
+    allowed = data.draw(st.sets(st.integers(0, vocab - 1)))
+    words = np.zeros((3, -(-vocab // 32)), np.uint32)
+    for token in allowed:
+        words[0, token // 32] |= np.uint32(1) << np.uint32(token % 32)
+    words[1:] = 0xFFFFFFFF
+    mask = torch.from_numpy(words.view(np.int32))
+    got = apply_mask(logits, mask)
+    kept = [t for t in range(vocab) if got[0, t] != -INF]
+    assert kept == sorted(allowed)
+    assert torch.equal(got[0, kept], logits[0, kept])
+    assert torch.equal(got[1:].view(torch.int32), logits[1:].view(torch.int32))
+    with reference_mode():
+        assert apply_mask(logits, mask).equal(got) or got.isnan().any()
+
+
+finite = st.floats(-2, 2, width=32)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.sampled_from(VOCABULARIES), st.integers(0, 99), finite, finite, st.floats(0.1, 2), st.data()
+)
+def test_penalties_are_their_formula(
+    vocab: int, seed: int, f: float, p: float, r: float, data: st.DataObject
+) -> None:
+    logits = random_logits(2, vocab, seed)
+    logits[0, seed % vocab] = -INF
+    counts = data.draw(st.dictionaries(st.integers(0, vocab - 1), st.integers(0, 5), max_size=20))
+    width = len(counts) + 3
+    ids, numbers = torch.full((2, width), -1), torch.full((2, width), 9)
+    for i, (token, count) in enumerate(counts.items()):
+        ids[0, i], numbers[0, i] = token, count
+    ids[0, len(counts) + 1 :] = 0  # after the first -1 nothing counts
+    row = [torch.tensor([value, 1.5], dtype=torch.float32) for value in (r, f, p)]
+    arguments = (logits, ids.int(), numbers.int(), *row)
+    wanted = logits.clone()
+    for token, count in counts.items():
+        x = logits[0, token]
+        x = x / row[0][0] if x > 0 else x * row[0][0]
+        x = x - row[1][0] * count
+        wanted[0, token] = x - row[2][0] if count else x
+    assert torch.equal(penalize(*arguments), wanted)
+    with reference_mode():
+        assert torch.equal(penalize(*arguments), wanted)
+
+
+def test_masks_and_penalties_name_wrong_arguments() -> None:
+    logits, one = random_logits(2, 30), torch.ones(2)
+    ids = torch.zeros(2, 1, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="mask: expected 2 rows of 1 words"):
+        apply_mask(logits, torch.zeros(2, 2, dtype=torch.int32))
+    with pytest.raises(RuntimeError, match="ids: 30 is not in a vocabulary of 30"):
+        penalize(logits, ids + 30, ids, one, one, one)
+    with pytest.raises(RuntimeError, match="frequency: expected 2 elements, got 3"):
+        penalize(logits, ids, ids, one, torch.ones(3), one)
+
+
+def test_masks_and_penalties_trace_with_fake_tensors() -> None:
+    logits, one = random_logits(2, 30), torch.ones(2)
+    ids = torch.zeros(2, 3, dtype=torch.int32)
+    torch.library.opcheck(torch.ops.trnc.apply_mask.default, (logits, ids[:, :1].contiguous()))
+    torch.library.opcheck(torch.ops.trnc.penalize.default, (logits, ids, ids, one, one, one))

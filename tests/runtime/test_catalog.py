@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,6 +74,68 @@ def test_a_step_that_no_variant_holds_is_an_engine_error(
 
 
 def test_a_feature_that_was_not_compiled_is_named() -> None:
-    plain = Catalog((VariantKey("decode", 1, 1),))
-    with pytest.raises(EngineError, match="greedy, logprobs=True, logit_bias=False"):
+    plain = Catalog.of((VariantKey("decode", 1, 1),))
+    with pytest.raises(EngineError, match="greedy', logprobs=True, logit_bias=False"):
         plain.select(plan("decode", (1, True, SamplingParams(logprobs=0))))
+
+
+FULL = replace(
+    PRESET,
+    structured_outputs=True,
+    penalties=True,
+    penalty_buckets=(8, 300),
+    prompt_logprobs=True,
+)
+FULL_CATALOG = Catalog.of(variant_matrix(FULL))
+MASK = (bytes(28),)
+
+
+@given(
+    st.sampled_from(["prefill", "decode"]),
+    st.lists(
+        st.tuples(samplings, st.sampled_from([(), MASK]), st.integers(0, 128), st.booleans()),
+        min_size=1,
+        max_size=8,
+    ),
+)
+def test_features_are_had_wherever_they_are_needed(step, parts):
+    """And nothing beside them that another variant could do without."""
+    sequences = tuple(
+        SequencePlan(
+            slot,
+            0,
+            1,
+            (1,),
+            (slot + 1,),
+            True,
+            0,
+            sampling,
+            masks=masks,
+            counts=(bytes(8 * counted),),
+            targets=(2,) if scored and step == "prefill" else (),
+        )
+        for slot, (sampling, masks, counted, scored) in enumerate(parts)
+    )
+    key = FULL_CATALOG.select(StepPlan(step, sequences))
+    counted = max(count for _, _, count, _ in parts)
+    sizes = (0, 8, 128)  # 300 is more than a full context, which is always there
+    assert key.prompt_logprobs == any(sequence.targets for sequence in sequences)
+    if not key.prompt_logprobs:
+        assert key.penalties == min(size for size in sizes if size >= counted)
+        masked = any(masks for _, masks, _, _ in parts)
+        assert key.mask == (masked or bool(counted))
+    assert key.mask >= any(masks for _, masks, _, _ in parts)
+    assert key.penalties >= counted
+    assert key.logprobs >= any(s.logprobs is not None for s, _, _, _ in parts)
+    assert key.logit_bias >= any(s.logit_bias for s, _, _, _ in parts)
+    assert (key.sampling == "sample") == any(s.temperature > 0 for s, _, _, _ in parts)
+
+
+def test_features_add_variants_and_do_not_multiply_them():
+    plain, full = set(variant_matrix(PRESET)), set(variant_matrix(FULL))
+    assert plain < full
+    buckets = len(PRESET.decode_rows) + len(PRESET.prefill_tokens)
+    # logprobs or not, greedy or not; nothing, bias, mask, and two sizes of penalties
+    assert len(full) == buckets * 4 * 5 + len(PRESET.prefill_tokens) * 2
+    for name in ("token_masks", "min_tokens", "thinking_budget"):
+        assert set(variant_matrix(replace(FULL, **{name: True}))) == full, "they share the mask"

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import torch
 
 from trnc.core import SamplingParams, SequencePlan, StepPlan, VariantKey
 from trnc.runtime.inputs import InputBuffers, build_inputs
 
-ROWS, MAX_PAGES, PAGE = 4, 8, 4
+ROWS, MAX_PAGES, PAGE, VOCAB = 4, 8, 4, 50
 PARAMS = (
     SamplingParams(),
     SamplingParams(temperature=0.5, top_k=3, top_p=0.25, min_p=0.5, seed=7),
     SamplingParams(temperature=2.0, seed=-1, logit_bias=((3, 1.5), (9, -2.0))),
-    SamplingParams(logit_bias=((1, -100.0),)),
+    SamplingParams(logit_bias=((1, -100.0),), repetition_penalty=1.5),
+    SamplingParams(frequency_penalty=0.5, presence_penalty=-0.5),
 )
+MASKS = ((), (bytes(range(8)),), (bytes(8),))
+COUNTS = tuple(np.array([range(n), range(7, 7 + n)], np.int32).tobytes() for n in (0, 3, 12, 5, 12))
 
 
 def random_plan(pick: random.Random, key: VariantKey, tables: list[tuple[int, ...]]) -> StepPlan:
@@ -26,12 +30,16 @@ def random_plan(pick: random.Random, key: VariantKey, tables: list[tuple[int, ..
         pages = pick.choice(tables)
         start = pick.randint(0, len(pages) * PAGE - count) if len(pages) * PAGE > count else 0
         on_device = count == 1 and pick.random() < 0.5
-        token_ids = None if on_device else tuple(pick.randrange(50) for _ in range(count))
+        token_ids = None if on_device else tuple(pick.randrange(VOCAB) for _ in range(count))
         sample = key.step == "decode" or pick.random() < 0.5
+        features = {
+            "masks": pick.choice(MASKS),
+            "counts": (pick.choice(COUNTS),),
+            "targets": pick.choice([(), tuple(pick.randrange(-1, VOCAB) for _ in range(count))]),
+        }
+        index, params = pick.randrange(9), pick.choice(PARAMS)
         sequences.append(
-            SequencePlan(
-                slot, start, count, token_ids, pages, sample, pick.randrange(9), pick.choice(PARAMS)
-            )
+            SequencePlan(slot, start, count, token_ids, pages, sample, index, params, **features)
         )
         room -= count
     return StepPlan(key.step, tuple(sequences))
@@ -44,12 +52,14 @@ def test_a_step_leaves_nothing_in_the_inputs_of_the_next():
         VariantKey("decode", ROWS, ROWS, "sample", logit_bias=True),
         VariantKey("prefill", 32, ROWS, "sample", logit_bias=True),
         VariantKey("prefill", 32, ROWS),
+        VariantKey("decode", ROWS, ROWS, mask=True, penalties=12),
+        VariantKey("prefill", 32, ROWS, mask=True, penalties=12, prompt_logprobs=True),
     ):
-        buffers = InputBuffers(key, max_pages=MAX_PAGES, spare_slot=ROWS)
+        buffers = InputBuffers(key, max_pages=MAX_PAGES, spare_slot=ROWS, vocab_size=VOCAB)
         for _ in range(200):
             plan = random_plan(pick, key, tables)
             filled = buffers.fill(plan)
-            new = build_inputs(plan, key, max_pages=MAX_PAGES, spare_slot=ROWS)
+            new = build_inputs(plan, key, max_pages=MAX_PAGES, spare_slot=ROWS, vocab_size=VOCAB)
             assert filled.keys() == new.keys()
             for name, tensor in new.items():
                 assert torch.equal(filled[name], tensor), name
@@ -64,7 +74,7 @@ def test_the_padding_is_what_it_promises():
             SequencePlan(0, 6, 1, None, (3, 4), True, 1, SamplingParams()),
         ),
     )
-    inputs = build_inputs(plan, key, max_pages=3, spare_slot=3)
+    inputs = build_inputs(plan, key, max_pages=3, spare_slot=3, vocab_size=VOCAB)
     assert inputs["token_ids"].tolist() == [5, 6, 7, 0, 0, 0, 0, 0]
     assert inputs["token_slots"].tolist() == [-1, -1, -1, 0, -1, -1, -1, -1]
     assert inputs["positions"].tolist() == [4, 5, 6, 6, 0, 0, 0, 0]
@@ -72,3 +82,37 @@ def test_the_padding_is_what_it_promises():
     assert inputs["sequences"].tolist() == [[0, 3, 4], [3, 1, 6], [0, 0, 0]]
     assert inputs["sample_rows"].tolist() == [2, 3, 0]
     assert inputs["sample_slots"].tolist() == [3, 0, 3]
+
+
+def test_features_fill_the_rows_of_their_sequences():
+    key = VariantKey("prefill", 6, 3, mask=True, penalties=4, prompt_logprobs=True)
+    counts = np.array([[7, 9], [0, 2]], np.int32).tobytes()
+    penalized = SamplingParams(repetition_penalty=2.0, presence_penalty=0.25)
+    greedy = SamplingParams()
+    plan = StepPlan(
+        "prefill",
+        (
+            SequencePlan(0, 0, 2, (5, 6), (9,), False, 0, greedy, targets=(6, -1)),
+            SequencePlan(
+                1,
+                0,
+                2,
+                (1, 2),
+                (8,),
+                True,
+                0,
+                penalized,
+                masks=(b"\1\0\0\0" * 2,),
+                counts=(counts,),
+            ),
+        ),
+    )
+    inputs = build_inputs(plan, key, max_pages=1, spare_slot=3, vocab_size=VOCAB)
+    assert inputs["mask"].tolist() == [[-1, -1], [1, 1], [-1, -1]]
+    assert inputs["penalty_ids"].tolist() == [[-1] * 4, [7, 9, -1, -1], [-1] * 4]
+    assert inputs["penalty_counts"].tolist() == [[0] * 4, [0, 2, 0, 0], [0] * 4]
+    assert inputs["repetition"].tolist() == [1, 2, 1]
+    assert inputs["frequency"].tolist() == [0, 0, 0]
+    assert inputs["presence"].tolist() == [0, 0.25, 0]
+    assert inputs["prompt_rows"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert inputs["targets"].tolist() == [6, 0, 0, 0, 0, 0]

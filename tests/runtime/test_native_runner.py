@@ -82,7 +82,13 @@ class Pair:
         """Return the variant, its inputs, what the compiled one returned, the oracle's values."""
         key = self.catalog.select(plan)
         preset = self.config.preset
-        inputs = build_inputs(plan, key, max_pages=preset.max_pages, spare_slot=preset.max_rows)
+        inputs = build_inputs(
+            plan,
+            key,
+            max_pages=preset.max_pages,
+            spare_slot=preset.max_rows,
+            vocab_size=self.config.model.vocab_size,
+        )
         expected = self.eager.evaluate(build_program(self.config, key), inputs)
         return key, inputs, self.native.run(key, inputs), expected
 

@@ -22,7 +22,8 @@ import uvicorn
 import zmq
 
 from tests.scripted_executor import ScriptedExecutor
-from tests.serve.toy_model import TEMPLATE, toy_tokenizer
+from tests.serve.toy_model import TEMPLATE, load_toy, toy_tokenizer
+from trnc import presets
 from trnc.checkpoint.generation import GenerationDefaults
 from trnc.core import ExecutorInfo
 from trnc.engine.executor import Executor
@@ -34,11 +35,12 @@ from trnc.serve.app import create_app
 from trnc.serve.engine_client import EngineClient, bind_socket
 from trnc.serve.launch import uvicorn_config
 from trnc.serve.listening import ServeOptions, listen, raise_file_limit, tls_context
+from trnc.serve.markup import Markup
 from trnc.serve.model import ServedModel
 
 MODEL = "toy/model"
 ALIAS = "toy"
-FEATURES = ("logprobs", "logit_bias")
+FEATURES = tuple(presets.FEATURES)
 
 
 @dataclass(kw_only=True)
@@ -60,9 +62,11 @@ class Setup:
     send_buffer: int | None = None
     start_engine: bool = True
     chat_template: str | None = TEMPLATE
-    parsers: Parsers = field(default_factory=Parsers)
+    parsers: Parsers | None = None
     bos: bool = False  # whether the tokenizer starts every text with a token
     real_executor: Executor | None = None  # instead of the scripted one
+    grammars: bool = False
+    markup: Markup = field(default_factory=Markup)
 
 
 class Server:
@@ -187,6 +191,7 @@ class Server:
                 tokenizer=self.tokenizer,
                 template=self.template,
                 defaults=self._setup.defaults,
+                markup=self._setup.markup,
             ),
             options=self._setup.options,
             admission=admission,
@@ -209,7 +214,9 @@ class Server:
             executor = self._setup.real_executor or self.executor
             return executor, {"everything": 0.0}, self._setup.features
 
-        serve_engine(factory, endpoint, EngineOptions(max_waiting=self._setup.max_waiting))
+        grammars = load_toy if self._setup.grammars else None
+        options = EngineOptions(max_waiting=self._setup.max_waiting, grammars=grammars)
+        serve_engine(factory, endpoint, options)
 
     def stop(self) -> None:
         if self._client is not None:

@@ -76,4 +76,4 @@ def make_parser(tools: bool) -> AnswerParser:
     return MarkupParser(tools)
 
 
-PARSERS = Parsers(make_parser, tools=True, reasoning=True)
+PARSERS = Parsers(lambda tools, _: make_parser(bool(tools)), tools=True, reasoning=True)

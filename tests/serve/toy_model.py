@@ -58,3 +58,8 @@ def toy_tokenizer(
     if template is None:
         return tokenizer, None
     return tokenizer, ChatTemplate(template, special_tokens=tokenizer.special_tokens)
+
+
+def load_toy() -> Tokenizer:
+    """Return the tokenizer, as what compiles grammars loads it."""
+    return toy_tokenizer()[0]

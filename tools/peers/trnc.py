@@ -125,7 +125,9 @@ def _window(runner: Any, config: Any, ids: list[int], pages: int) -> Any:
     )
     plan = StepPlan("prefill", (whole,))
     preset = config.preset
-    inputs = build_inputs(plan, key, max_pages=pages, spare_slot=preset.max_rows)
+    inputs = build_inputs(
+        plan, key, max_pages=pages, spare_slot=preset.max_rows, vocab_size=config.model.vocab_size
+    )
     inputs["sample_rows"] = torch.arange(len(ids))
     return runner.evaluate(build_program(config, key), inputs)["value.logits"].numpy()
 

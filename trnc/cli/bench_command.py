@@ -22,11 +22,10 @@ from trnc.cli.arguments import EngineArguments
 from trnc.cli.console import say
 from trnc.cli.engine_command import start
 from trnc.core import SamplingParams, Step
-from trnc.engine.loops import Engine, overlapped_loop
+from trnc.engine.loops import Engine, NoGrammars, overlapped_loop
 from trnc.engine.messages import Shutdown, Submit, ToEngine
 from trnc.engine.scheduler import Scheduler
 from trnc.engine.trace import discard
-from trnc.presets import load_preset
 
 if TYPE_CHECKING:
     from trnc.runtime.executor import ProgramExecutor
@@ -67,7 +66,7 @@ def run_bench(
     for column in COLUMNS:
         table.add_column(column, justify="right")
     try:
-        for rows in load_preset(arguments.preset).decode_rows:
+        for rows in arguments.load_preset().decode_rows:
             measured = [
                 _measure(executor, _requests(executor, rows, prompt_tokens, output_tokens, round_))
                 for round_ in range(rounds)
@@ -134,6 +133,7 @@ def _overlapped_gaps(
         Engine(
             scheduler=scheduler,
             executor=executor,
+            grammars=NoGrammars(),
             receive=receive,
             send=lambda _: None,
             trace=discard,

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -18,14 +19,15 @@ from trnc.cli.console import say
 from trnc.compiler.compile import BuildPlan, build, build_possible, obstacles, plan_build
 from trnc.compiler.explain import explain_miss
 from trnc.compiler.manifest import Manifest
-from trnc.compiler.program import ProgramConfig
+from trnc.compiler.matrix import variant_matrix
+from trnc.compiler.program import ProgramConfig, build_program, distinct_specs
 from trnc.compiler.store import Store
 from trnc.compiler.tier import open_store
 from trnc.compiler.unfinished import Unfinished, read_unfinished
 from trnc.core import VariantKey
 from trnc.errors import CompileError
 from trnc.ops.native import Target, detect_target, find_target
-from trnc.presets import Preset, load_preset
+from trnc.presets import FEATURES, Preset, with_features
 from trnc.runtime.start import open_model, program_config
 
 
@@ -66,7 +68,7 @@ def print_matrix(plan: BuildPlan, console: Console) -> None:
         table.add_column(column)
     for group in _by_bucket(plan.programs):
         calls = [len(plan.programs[key].calls) for key in group]
-        features = dict.fromkeys(f for key in group for f in _features(key))
+        features = dict.fromkeys(f for key in group for f in str(key).split("+")[1:])
         table.add_row(
             group[0].step,
             str(group[0].tokens),
@@ -83,15 +85,41 @@ def print_matrix(plan: BuildPlan, console: Console) -> None:
     report(f"In the store: {len(plan.jobs) - len(plan.missing)}. To compile: {len(plan.missing)}.")
 
 
+def print_features(config: ProgramConfig, console: Console) -> None:
+    """Print what each feature adds, or would add, to the configuration as it is."""
+    table = Table(title="Features", caption="Without a feature, nothing of it is in any graph.")
+    for column in ("flag", "", "variants", "stages", "for"):
+        table.add_column(column)
+    for name, purpose in FEATURES.items():
+        without, with_it = (
+            _matrix_of(replace(config, preset=with_features(config.preset, {name: on})))
+            for on in (False, True)
+        )
+        added = [kind for kind in with_it[1] if kind not in without[1]]
+        table.add_row(
+            f"--{name.replace('_', '-')}",
+            "on" if name in config.preset.features else "off",
+            f"+{with_it[0] - without[0]}",
+            ", ".join(added) or "none",
+            purpose,
+        )
+    console.print(table)
+
+
+def _matrix_of(config: ProgramConfig) -> tuple[int, list[str]]:
+    """Return the number of variants and the kinds of stages of a configuration."""
+    keys = variant_matrix(config.preset)
+    # The stages of a variant depend on its features, not on its bucket.
+    plain = {replace(key, tokens=0, rows=0): key for key in keys}
+    specs = distinct_specs(build_program(config, key) for key in plain.values())
+    return len(keys), list(dict.fromkeys(spec.kind for spec in specs))
+
+
 def _by_bucket(keys: Iterable[VariantKey]) -> list[list[VariantKey]]:
     groups: dict[tuple[str, int, int], list[VariantKey]] = {}
     for key in keys:
         groups.setdefault((key.step, key.tokens, key.rows), []).append(key)
     return list(groups.values())
-
-
-def _features(key: VariantKey) -> list[str]:
-    return [name for name in ("logprobs", "logit_bias") if getattr(key, name)]
 
 
 def _build(plan: BuildPlan, store: Store, jobs: int, console: Console) -> Manifest:
@@ -150,11 +178,12 @@ def run_compile(
         console.print("The eager backend compiles nothing.")
         return
     model = open_model(arguments.model, report=say(console), mtp=arguments.mtp)
-    config = program_config(model, load_preset(arguments.preset), arguments.backend)
+    config = program_config(model, arguments.load_preset(), arguments.backend)
     store = open_store(Path(arguments.store), say(console))
     wanted = find_target(target, "--target ") if target else detect_target()
     if dry_run:
         trace_and_show(config, wanted, store, console)
+        print_features(config, console)
     else:
         compile_missing(config, wanted, store, jobs=arguments.jobs, console=console)
 

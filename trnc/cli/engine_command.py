@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from trnc.cli.arguments import EngineArguments
+from trnc.engine.grammar import load_by_name
+from trnc.engine.grammar_worker import LoadTokenizer
 from trnc.engine.process import EngineOptions, Report, serve_engine
-from trnc.presets import load_preset
 from trnc.runtime.torch_import import complete_torch, import_torch, without_collections
 
 if TYPE_CHECKING:
@@ -41,9 +42,17 @@ def main() -> int:
             overlapped=arguments.loop == "overlapped",
             max_waiting=arguments.max_waiting,
             trace=Path(arguments.trace) if arguments.trace else None,
+            grammars=_tokenizer_loader(arguments),
             parent_pid=int(parent),
         ),
     )
+
+
+def _tokenizer_loader(arguments: EngineArguments) -> LoadTokenizer | None:
+    """What loads the tokenizer, in this process or a worker, if there are grammars to compile."""
+    if not arguments.load_preset().structured_outputs:
+        return None
+    return partial(load_by_name, arguments.model)
 
 
 def start(
@@ -61,7 +70,7 @@ def start(
     executor, timings, features = start_executor(
         StartOptions(
             model=arguments.model,
-            preset=load_preset(arguments.preset),
+            preset=arguments.load_preset(),
             backend=arguments.backend,
             store=Path(arguments.store),
             packed=packed_root(),

@@ -12,11 +12,11 @@ from trnc import __version__
 from trnc.checkpoint.source import DEFAULT_MODEL
 from trnc.checkpoint.source import pull as pull_model
 from trnc.cli import options
-from trnc.cli.arguments import EngineArguments, Loop, check_mtp
+from trnc.cli.arguments import EngineArguments, FeatureArguments, Loop, check_mtp
 from trnc.cli.cache_command import cache_app
 from trnc.cli.console import print_error, tell
 from trnc.errors import TrncError
-from trnc.presets import load_preset, preset_names
+from trnc.presets import load_preset, preset_names, with_features
 
 app = typer.Typer(
     name="trnc",
@@ -42,7 +42,9 @@ def main() -> None:
 
 
 @app.command()
+@options.with_feature_options
 def serve(
+    features: FeatureArguments,
     model: options.Model = DEFAULT_MODEL,
     preset: options.PresetName = "default",
     mtp: options.MtpFile = None,
@@ -123,6 +125,20 @@ def serve(
             "for load balancers to notice.",
         ),
     ] = 0.0,
+    reasoning_parser: Annotated[
+        str,
+        typer.Option(
+            help="How the model marks its reasoning: 'auto' looks at its chat template; 'none', "
+            "'qwen3', 'glm45' or 'deepseek_r1'."
+        ),
+    ] = "auto",
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(
+            help="How the model calls tools: 'auto' looks at its chat template; 'none', 'hermes', "
+            "'llama3_json', 'glm45' or 'glm47'."
+        ),
+    ] = "auto",
     grace_seconds: Annotated[
         int, typer.Option(min=0, help="Then open requests get so long to finish.")
     ] = 30,
@@ -131,13 +147,14 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model over HTTP to OpenAI clients; compile first whatever is not in the store."""
-    from trnc.cli.serve_command import run_serve
+    from trnc.cli.serve_command import ParserNames, run_serve
     from trnc.serve.listening import ServeOptions
 
     options.set_threads(threads)
     arguments = EngineArguments(
         model=model,
         preset=preset,
+        features=features,
         backend=backend,
         store=str(options.store_root(store)),
         jobs=options.job_count(jobs),
@@ -164,11 +181,14 @@ def serve(
         grace_seconds=grace_seconds,
     )
     names = tuple(served_model_name or ())
-    raise typer.Exit(run_serve(arguments, listening, names=names))
+    parsers = ParserNames(reasoning=reasoning_parser, tool_call=tool_call_parser)
+    raise typer.Exit(run_serve(arguments, listening, names=names, parsers=parsers))
 
 
 @app.command("compile")
+@options.with_feature_options
 def compile_(
+    features: FeatureArguments,
     model: options.Model = DEFAULT_MODEL,
     preset: options.PresetName = "default",
     mtp: options.MtpFile = None,
@@ -194,6 +214,7 @@ def compile_(
     arguments = EngineArguments(
         model=model,
         preset=preset,
+        features=features,
         backend=backend,
         store=str(options.store_root(store)),
         jobs=options.job_count(jobs),
@@ -208,7 +229,9 @@ def compile_(
 
 
 @app.command()
+@options.with_feature_options
 def generate(
+    features: FeatureArguments,
     prompt: Annotated[str, typer.Argument(help="What to answer or, with --raw, to continue.")],
     model: options.Model = DEFAULT_MODEL,
     preset: options.PresetName = "default",
@@ -235,6 +258,7 @@ def generate(
     arguments = EngineArguments(
         model=model,
         preset=preset,
+        features=features,
         backend=backend,
         store=str(options.store_root(store)),
         jobs=options.job_count(jobs),
@@ -246,7 +270,9 @@ def generate(
 
 
 @app.command()
+@options.with_feature_options
 def bench(
+    features: FeatureArguments,
     model: options.Model = DEFAULT_MODEL,
     preset: options.PresetName = "default",
     mtp: options.MtpFile = None,
@@ -266,6 +292,7 @@ def bench(
     arguments = EngineArguments(
         model=model,
         preset=preset,
+        features=features,
         backend=backend,
         store=str(options.store_root(store)),
         jobs=options.job_count(jobs),
@@ -307,14 +334,16 @@ def pull(
 
 
 @app.command("explain-miss")
+@options.with_feature_options
 def explain_miss(
+    features: FeatureArguments,
     model: options.Model = DEFAULT_MODEL,
     preset: options.PresetName = "default",
     mtp: options.MtpFile = None,
     store: options.StoreFolder = None,
 ) -> None:
     """Say why artifacts are missing: which factor differs from the nearest one in the store."""
-    loaded = load_preset(preset)
+    loaded = with_features(load_preset(preset), features.switched, features.penalty_buckets)
     check_mtp(mtp, loaded)
     from rich.console import Console
 

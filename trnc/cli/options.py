@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from trnc.checkpoint.source import DEFAULT_MODEL
-from trnc.cli.arguments import Backend
+from trnc.cli.arguments import Backend, FeatureArguments
 from trnc.compiler.store import default_root
 from trnc.errors import ConfigError
+from trnc.presets import FEATURES
 
 Model = Annotated[
     str,
@@ -93,3 +96,67 @@ def store_root(folder: Path | None) -> Path:
 def job_count(jobs: int | None) -> int:
     """Return how many processes compile."""
     return jobs or len(os.sched_getaffinity(0))
+
+
+PenaltyBuckets = Annotated[
+    str | None,
+    typer.Option(
+        "--penalty-buckets",
+        metavar="N,...",
+        help="How many distinct tokens of a sequence are penalised, ascending: a size for each "
+        "compiled variant. One for a full context is always added.",
+        rich_help_panel="Features",
+    ),
+]
+
+
+def _feature_option(name: str) -> Any:
+    flag = name.replace("_", "-")
+    return Annotated[
+        bool | None,
+        typer.Option(
+            f"--{flag}/--no-{flag}",
+            help=f"Compile variants for {FEATURES[name]}. Default: as the preset says.",
+            rich_help_panel="Features",
+            show_default=False,
+        ),
+    ]
+
+
+def with_feature_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command one option for each feature, gathered in its parameter `features`."""
+
+    def gathered(**given: Any) -> None:
+        switched = {name: given.pop(name) for name in FEATURES}
+        features = FeatureArguments(
+            switched={name: on for name, on in switched.items() if on is not None},
+            penalty_buckets=_bucket_list(given.pop("penalty_buckets")),
+        )
+        command(**given, features=features)
+
+    own = signature(command, eval_str=True).parameters
+    added = {name: _feature_option(name) for name in FEATURES}
+    added["penalty_buckets"] = PenaltyBuckets
+    kinds = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in added.items()
+    ]
+    kept = [
+        parameter.replace(kind=Parameter.KEYWORD_ONLY)
+        for name, parameter in own.items()
+        if name != "features"
+    ]
+    shown = signature(command).replace(parameters=[*kept, *kinds], return_annotation=None)
+    gathered.__signature__ = shown  # type: ignore[attr-defined]
+    gathered.__annotations__ = {p.name: p.annotation for p in (*kept, *kinds)}
+    gathered.__name__, gathered.__doc__ = command.__name__, command.__doc__
+    return gathered
+
+
+def _bucket_list(text: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise ConfigError(
+            f"--penalty-buckets {text}: give whole numbers with commas, such as 64,512"
+        ) from None

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -22,7 +23,21 @@ from trnc.serve.engine_process import engine_process
 from trnc.serve.listening import ServeOptions, listen
 
 
-def run_serve(arguments: EngineArguments, options: ServeOptions, *, names: tuple[str, ...]) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParserNames:
+    """How the model's answers are read: names of parsers, or `auto`, or `none`."""
+
+    reasoning: str = "auto"
+    tool_call: str = "auto"
+
+
+def run_serve(
+    arguments: EngineArguments,
+    options: ServeOptions,
+    *,
+    names: tuple[str, ...],
+    parsers: ParserNames,
+) -> int:
     """Serve until stopped and return the exit status. Raises TrncError for what is wrong."""
     started = time.perf_counter() - time.process_time()
     source = resolve(arguments.model, report=tell)
@@ -48,7 +63,12 @@ def run_serve(arguments: EngineArguments, options: ServeOptions, *, names: tuple
         return serve(
             listener=listener,
             engine=engine,
-            model=load_model(source, names=names),
+            model=load_model(
+                source,
+                names=names,
+                reasoning_parser=parsers.reasoning,
+                tool_call_parser=parsers.tool_call,
+            ),
             options=options,
             settings=msgspec.to_builtins(arguments),
             console=console,

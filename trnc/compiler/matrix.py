@@ -12,17 +12,21 @@ from trnc.presets import Preset
 def variant_matrix(preset: Preset) -> tuple[VariantKey, ...]:
     """Return all variants of a preset, in a fixed order.
 
-    A feature that the preset has doubles the variants but hardly the stages: the programs with and
-    without it share all but the feature's own stage.
+    A feature that the preset has adds variants but hardly stages: the programs with and without it
+    share all but the feature's own stage.
     """
     samplings: tuple[Sampling, ...] = ("greedy", "sample")
     logprobs = (False, True) if preset.logprobs else (False,)
-    logit_bias = (False, True) if preset.logit_bias else (False,)
-    return tuple(
-        VariantKey(step, tokens, rows, *flags, depth)
+    plain = (
+        VariantKey(step, tokens, rows, sampling, scores, bias, depth, mask, penalties)
         for step, tokens, rows, depth in _buckets(preset)
-        for flags in product(samplings, (False,) if step == "draft" else logprobs, logit_bias)
+        for sampling, scores, (bias, mask, penalties) in product(
+            samplings,
+            (False,) if step == "draft" else logprobs,
+            _draft_shapings(preset) if step == "draft" else _shapings(preset),
+        )
     )
+    return (*plain, *_prompt_variants(preset))
 
 
 def _buckets(preset: Preset) -> Iterator[tuple[Step, int, int, int]]:
@@ -34,3 +38,43 @@ def _buckets(preset: Preset) -> Iterator[tuple[Step, int, int, int]]:
     for depth, rows in product(depths, preset.decode_rows):
         yield "draft", rows, rows, depth
         yield "verify", rows * (depth + 1), rows, depth
+
+
+def _shapings(preset: Preset) -> Iterator[tuple[bool, bool, int]]:
+    """Yield what may be done to logits: (logit_bias, mask, penalties).
+
+    Each has all that the one before has, with neutral inputs where no request uses it: so features
+    add variants instead of multiplying them.
+    """
+    yield from _draft_shapings(preset)
+    if preset.masks:
+        yield preset.logit_bias, True, 0
+    for size in preset.penalty_sizes:
+        yield preset.logit_bias, preset.masks, size
+
+
+def _draft_shapings(preset: Preset) -> Iterator[tuple[bool, bool, int]]:
+    """Masks and penalties follow the text: a draft is ahead of what the host knows of it."""
+    yield False, False, 0
+    if preset.logit_bias:
+        yield True, False, 0
+
+
+def _prompt_variants(preset: Preset) -> Iterator[VariantKey]:
+    """Yield the prefills that also score the prompt; they are rare, so they have all the rest."""
+    if not preset.prompt_logprobs:
+        return
+    *_, (bias, mask, penalties) = _shapings(preset)
+    samplings: tuple[Sampling, ...] = ("greedy", "sample")
+    for tokens, sampling in product(preset.prefill_tokens, samplings):
+        yield VariantKey(
+            "prefill",
+            tokens,
+            preset.max_rows,
+            sampling,
+            preset.logprobs,
+            bias,
+            mask=mask,
+            penalties=penalties,
+            prompt_logprobs=True,
+        )

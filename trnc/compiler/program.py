@@ -101,6 +101,8 @@ def build_program(config: ProgramConfig, key: VariantKey) -> Program:
         return draft_program(config, key)
     calls = [_embed(config, key), *_layers(config, key), _head(config, key)]
     calls += _sampling(config, key)
+    if key.prompt_logprobs:
+        calls += _prompt_logprobs(config, key)
     outputs = ["value.tokens"]
     if key.step == "verify":
         calls.append(accept_call(config, key))
@@ -109,6 +111,8 @@ def build_program(config: ProgramConfig, key: VariantKey) -> Program:
         calls.append(mtp_cache_call(config, key))
     if key.logprobs:
         outputs += ["value.logprob", "value.top_ids", "value.top_logprobs"]
+    if key.prompt_logprobs:
+        outputs += ["value.prompt_logprob", "value.prompt_top_ids", "value.prompt_top_logprobs"]
     return Program(steps=(*calls, *_updates(config, key)), outputs=tuple(outputs))
 
 
@@ -286,16 +290,43 @@ def _sampling(
     def spec(kind: StageKind) -> StageSpec:
         return replace(config.spec(kind, key), tokens=0)
 
+    # The order of DESIGN §5. Each takes the logits of the one before.
     logits = "value.logits"
     tokens = names.get("tokens", "value.tokens")
+    shaping: list[tuple[StageSpec, str]] = []
+    if key.mask:
+        shaping.append((spec("mask"), "value.masked_logits"))
     if key.logit_bias:
-        logits = "value.biased_logits"
-        yield _call(spec("logit_bias"), {"logits": "value.logits"}, {"logits": logits})
+        shaping.append((spec("logit_bias"), "value.biased_logits"))
+    if key.penalties:
+        entries = key.penalties if config.static_buckets else "entries"
+        shaping.append((replace(spec("penalties"), entries=entries), "value.penalized_logits"))
+    for stage, shaped in shaping:
+        yield _call(stage, {"logits": logits}, {"logits": shaped})
+        logits = shaped
     yield _call(spec(key.sampling), {**names, "logits": logits}, {"tokens": tokens})
     if key.logprobs:
         # Log-probabilities are of the raw logits, before any bias or filter.
         bindings = {"logits": "value.logits", "tokens": tokens}
         yield _call(spec("logprobs"), bindings, {})
+
+
+def _prompt_logprobs(config: ProgramConfig, key: VariantKey) -> Iterator[Call]:
+    """Score `input.targets`, the tokens after each token row, with the stages of the output's."""
+    rows = key.tokens if config.static_buckets else "rows"
+    head = _head(config, key)
+    ports = dict(zip(build_stage(head.stage).inputs, head.inputs, strict=True))
+    ports["sample_rows"] = "input.prompt_rows"
+    yield _call(replace(head.stage, rows=rows), ports, {"logits": "value.prompt_logits"})
+    yield _call(
+        replace(config.spec("logprobs", key), tokens=0, rows=rows),
+        {"logits": "value.prompt_logits", "tokens": "input.targets"},
+        {
+            "logprob": "value.prompt_logprob",
+            "top_ids": "value.prompt_top_ids",
+            "top_logprobs": "value.prompt_top_logprobs",
+        },
+    )
 
 
 def _updates(config: ProgramConfig, key: VariantKey) -> Iterator[Update]:

@@ -16,8 +16,16 @@ from trnc.models.stage import Stage, StageSpec, TensorSpec
 
 # Any size above 1 will do for a symbolic dimension while tracing: export specialises 0 and 1. The
 # sizes differ so that two dimensions cannot be taken for one.
-_EXAMPLE_SIZES = {"tokens": 3, "rows": 2, "pages": 5, "slots": 7, "positions": 11, "blocks": 13}
-_SMALLEST = {"tokens": 1, "rows": 1, "blocks": 1}
+_EXAMPLE_SIZES = {
+    "tokens": 3,
+    "rows": 2,
+    "pages": 5,
+    "slots": 7,
+    "positions": 11,
+    "blocks": 13,
+    "entries": 17,
+}
+_SMALLEST = {"tokens": 1, "rows": 1, "blocks": 1, "entries": 1}
 
 
 class _Positional(nn.Module):

@@ -33,10 +33,11 @@ class KvCache:
         """Give a request the pages of all its tokens; False if `headroom` would not be left.
 
         Pages found in the tree count as computed, but never the last token's: its step yields
-        the logits of the next one.
+        the logits of the next one. The same goes for tokens of the prompt that are to be scored.
         """
         tokens = len(request.token_ids)
-        max_pages = (tokens - 1) // self._page_size
+        scored = request.score_next < request.prompt_tokens
+        max_pages = ((request.score_next if scored else tokens) - 1) // self._page_size
         node = self.tree.match(request.token_ids, max_pages=max_pages)
         self.tree.lock(node)
         need = -(-tokens // self._page_size) - node.depth

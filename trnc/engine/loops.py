@@ -54,6 +54,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from trnc.core import StepPlan, StepResult
 from trnc.engine.executor import Executor, StepHandle
@@ -70,6 +71,7 @@ from trnc.engine.messages import (
     ToApi,
     ToEngine,
 )
+from trnc.engine.rules import Matcher
 from trnc.engine.scheduler import Scheduler
 from trnc.engine.trace import Broke, Ended, Planned, TraceSink
 from trnc.errors import EngineError, RequestError
@@ -79,6 +81,40 @@ STATS_SECONDS = 1.0
 Receive = Callable[[bool], Iterable[ToEngine]]
 Send = Callable[[ToApi], None]
 Clock = Callable[[], float]
+
+
+class Grammars(Protocol):
+    """Compiles the grammars of requests while the engine goes on."""
+
+    def start(self, message: Submit) -> None:
+        """Begin with the grammar of a request."""
+
+    def finished(self) -> Iterable[tuple[Submit, Matcher | RequestError]]:
+        """Return the requests whose grammar is there, or was refused, since the last time."""
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request that waits for its grammar, if it does."""
+
+
+class NoGrammars:
+    """The `Grammars` of an engine whose variants have no structured outputs: it refuses them."""
+
+    def __init__(self) -> None:
+        self._refused: list[tuple[Submit, Matcher | RequestError]] = []
+
+    def start(self, message: Submit) -> None:
+        """Refuse a request."""
+        param = message.rules.grammar_param
+        error = RequestError(f"'{param}' needs --structured-outputs.", param=param)
+        self._refused.append((message, error))
+
+    def finished(self) -> Iterable[tuple[Submit, Matcher | RequestError]]:
+        """Return the requests that were refused."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    def cancel(self, request_id: str) -> None:
+        """Do nothing: no request waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +141,8 @@ class Engine:
     """The parts that both loops are made of.
 
     `receive(wait)` returns the messages at hand, in order; if `wait`, it first waits for one (or
-    returns none after a while). `send` must not wait. `clock` returns seconds.
+    returns none after a while, or when a grammar is there). `send` must not wait. `clock` returns
+    seconds.
     """
 
     def __init__(
@@ -113,6 +150,7 @@ class Engine:
         *,
         scheduler: Scheduler,
         executor: Executor,
+        grammars: Grammars,
         receive: Receive,
         send: Send,
         trace: TraceSink,
@@ -120,6 +158,7 @@ class Engine:
     ) -> None:
         self.scheduler = scheduler
         self._executor = executor
+        self._grammars = grammars
         self._receive = receive
         self._send = send
         self._trace = trace
@@ -135,7 +174,10 @@ class Engine:
         messages = self._receive(wait)
         if wait:
             self._waited += self._clock() - began
-        return all(self._handle(message) for message in messages)
+        goes_on = all(self._handle(message) for message in messages)
+        for message, outcome in self._grammars.finished():
+            self._submit(message, outcome)
+        return goes_on
 
     def launch(self) -> Flight | None:
         """Plan a step and submit it; None if there is nothing to run."""
@@ -205,10 +247,13 @@ class Engine:
     def _handle(self, message: ToEngine) -> bool:
         match message:
             case Submit():
-                self._trace(message)
-                self._submit(message)
+                if message.rules.grammar is None:
+                    self._submit(message, None)
+                else:
+                    self._grammars.start(message)
             case Abort(request_id):
                 self._trace(message)
+                self._grammars.cancel(request_id)
                 self.scheduler.abort(request_id)
             case FlushCache():
                 self._trace(message)
@@ -219,9 +264,12 @@ class Engine:
                 return False
         return True
 
-    def _submit(self, message: Submit) -> None:
+    def _submit(self, message: Submit, matcher: Matcher | RequestError | None) -> None:
         try:
-            if deltas := self.scheduler.submit(message):
+            if isinstance(matcher, RequestError):
+                raise matcher
+            self._trace(message)
+            if deltas := self.scheduler.submit(message, matcher):
                 self._send(Deltas(tuple(deltas)))
         except RequestError as error:
             self._send(Failed(message.request_id, str(error), error.param, error.code))

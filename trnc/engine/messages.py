@@ -7,11 +7,53 @@ neither imports torch.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from trnc.core import FinishReason, SamplingParams, TokenLogprobs
 
 QUEUE_FULL = "queue_full"
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What the text must be. `source` is a JSON schema, a regex, an EBNF grammar, or a structural
+    tag of xgrammar as JSON; `json` takes any JSON object and has none.
+    """
+
+    kind: Literal["json", "json_schema", "regex", "ebnf", "structural_tag"]
+    source: str = ""
+
+
+class Thinking(msgspec.Struct, frozen=True):
+    """How a text that thinks before it answers is told apart.
+
+    The text is in its thoughts from the start if `open`; else the token `start_id` opens them,
+    which may come after `blank_ids` only. `end_ids` close them. No more than `budget` tokens are
+    thoughts, if it is given: then the end is forced.
+    """
+
+    end_ids: tuple[int, ...]
+    start_id: int | None = None
+    blank_ids: tuple[int, ...] = ()
+    open: bool = False
+    budget: int | None = None
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """Which tokens a request may get; see `engine/rules.py` for what goes before what.
+
+    `grammar` holds for what comes after the thoughts; `grammar_param` is the field of the client's
+    request that asked for it. `allowed_token_ids` None allows all. No sequence of `bad_words` is
+    completed. Until `min_tokens` are output, no stop token is.
+    """
+
+    grammar: Grammar | None = None
+    grammar_param: str = "response_format"
+    thinking: Thinking | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -22,6 +64,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     `stop_token_ids` end the text (the eos ids are among them unless the request ignores eos).
     `fork_of` names a request that was submitted before with the same prompt: this one starts when
     that prompt's full pages are computed, and shares them. An unknown id asks for nothing.
+    `prompt_logprobs_from` is the first token of the prompt whose log-probability is given, if
+    `sampling.prompt_logprobs` asks for them; the token at 0 has none.
     """
 
     request_id: str
@@ -31,6 +75,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     stop_token_ids: tuple[int, ...] = ()
     resume_ids: tuple[int, ...] = ()
     fork_of: str | None = None
+    rules: Rules = Rules()
+    prompt_logprobs_from: int = 1
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -79,6 +125,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     The token that ended the text (eos or a stop id) is in `token_ids` too, as `stop_token_id`.
     `logprobs` is as long as `token_ids` when the request asked for them, else empty. Of the tokens
     so far, `drafted_tokens` were guessed by speculation and `accepted_tokens` of these were right.
+    `prompt_logprobs` come with or before the first token, in order, in any number of deltas.
     """
 
     request_id: str
@@ -89,6 +136,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Deltas(msgspec.Struct, frozen=True, tag=True):

@@ -19,7 +19,7 @@ import socket as sockets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -29,7 +29,9 @@ import zmq
 
 from trnc.core import ExecutorInfo
 from trnc.engine.executor import Executor
-from trnc.engine.loops import Engine, overlapped_loop, plain_loop
+from trnc.engine.grammar import Grammars
+from trnc.engine.grammar_worker import LoadTokenizer
+from trnc.engine.loops import Engine, NoGrammars, overlapped_loop, plain_loop
 from trnc.engine.messages import (
     Failed,
     Ready,
@@ -59,11 +61,13 @@ class EngineOptions:
     """How to serve. `parent_pid` is the process that started this one; None: nobody is watched.
 
     `max_waiting` bounds the queue (None: no bound); `trace` is a file for the plan trace.
+    `grammars` loads the tokenizer that structured outputs need; None: there are none.
     """
 
     overlapped: bool = True
     max_waiting: int | None = None
     trace: Path | None = None
+    grammars: LoadTokenizer | None = None
     parent_pid: int | None = None
 
 
@@ -78,8 +82,8 @@ def serve_engine(executor_factory: ExecutorFactory, endpoint: str, options: Engi
     with ExitStack() as stack:
         stack.enter_context(_parent_watched(options.parent_pid))
         stack.enter_context(_handled(signal.SIGINT, signal.SIG_IGN))
-        wakeup = stack.enter_context(_wakeup_socket())
-        channel = stack.enter_context(_connected(endpoint, wakeup))
+        wakeup, waker = stack.enter_context(_wakeup_sockets())
+        channel = stack.enter_context(_connected(endpoint, wakeup, waker))
         try:
             trace = stack.enter_context(_trace_sink(options.trace))
             executor, timings, features = executor_factory(
@@ -101,16 +105,18 @@ def serve_engine(executor_factory: ExecutorFactory, endpoint: str, options: Engi
 def _serve(executor: Executor, channel: Channel, trace: TraceSink, options: EngineOptions) -> int:
     scheduler = Scheduler(info=executor.info, max_waiting=options.max_waiting)
     trace(Began(executor.info, options.max_waiting))
-    engine = Engine(
-        scheduler=scheduler,
-        executor=executor,
-        receive=channel.receive,
-        send=channel.send,
-        trace=trace,
-        clock=time.monotonic,
-    )
     try:
-        (overlapped_loop if options.overlapped else plain_loop)(engine)
+        with _grammars(options.grammars, executor.info.vocab_size, channel) as grammars:
+            engine = Engine(
+                scheduler=scheduler,
+                executor=executor,
+                grammars=grammars,
+                receive=channel.receive,
+                send=channel.send,
+                trace=trace,
+                clock=time.monotonic,
+            )
+            (overlapped_loop if options.overlapped else plain_loop)(engine)
     except Exception as error:
         log.exception("the engine cannot go on")
         for request_id in scheduler.request_ids:
@@ -119,12 +125,30 @@ def _serve(executor: Executor, channel: Channel, trace: TraceSink, options: Engi
     return 0
 
 
+@contextmanager
+def _grammars(
+    load: LoadTokenizer | None, vocab_size: int, channel: Channel
+) -> Iterator[Grammars | NoGrammars]:
+    if load is None:
+        yield NoGrammars()
+        return
+    grammars = Grammars(load=load, vocab_size=vocab_size, wake=channel.wake)
+    try:
+        yield grammars
+    finally:
+        grammars.close()
+
+
 class Channel:
     """The engine's end of the socket. Sending never waits: the pipe has no high-water mark."""
 
-    def __init__(self, *, socket: zmq.Socket[bytes], wakeup: sockets.socket) -> None:
+    def __init__(
+        self, *, socket: zmq.Socket[bytes], wakeup: sockets.socket, waker: sockets.socket
+    ) -> None:
+        """Wrap a socket; what is written to `waker` can be read from `wakeup`."""
         self._socket = socket
         self._wakeup = wakeup
+        self._waker = waker
         self._terminated = False
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
@@ -147,6 +171,11 @@ class Channel:
                 yield decode_to_engine(frame)
             except msgspec.DecodeError as error:
                 log.error("dropped a frame of %d bytes that is no message: %s", len(frame), error)
+
+    def wake(self) -> None:
+        """Make a `receive` that waits return. For other threads."""
+        with suppress(BlockingIOError):  # it is full of reasons to wake up
+            self._waker.send(b"\0")
 
     def terminate(self) -> None:
         """Make `receive` yield a Shutdown, now and from now on. For a signal handler."""
@@ -171,7 +200,7 @@ def _text(error: Exception) -> str:
 
 
 @contextmanager
-def _connected(endpoint: str, wakeup: sockets.socket) -> Iterator[Channel]:
+def _connected(endpoint: str, wakeup: sockets.socket, waker: sockets.socket) -> Iterator[Channel]:
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.setsockopt(zmq.SNDHWM, 0)
@@ -179,24 +208,27 @@ def _connected(endpoint: str, wakeup: sockets.socket) -> Iterator[Channel]:
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     try:
         socket.connect(endpoint)
-        yield Channel(socket=socket, wakeup=wakeup)
+        yield Channel(socket=socket, wakeup=wakeup, waker=waker)
     finally:
         socket.close()
         context.term()
 
 
 @contextmanager
-def _wakeup_socket() -> Iterator[sockets.socket]:
-    """A socket that a signal makes readable: a poll alone would miss one that comes just before."""
+def _wakeup_sockets() -> Iterator[tuple[sockets.socket, sockets.socket]]:
+    """A socket that a signal makes readable: a poll alone would miss one that comes just before.
+
+    The other one is where it is written.
+    """
     reader, writer = sockets.socketpair()
     writer.setblocking(False)
     with reader, writer:
         if not _owns_signals():
-            yield reader
+            yield reader, writer
             return
         before = signal.set_wakeup_fd(writer.fileno())
         try:
-            yield reader
+            yield reader, writer
         finally:
             signal.set_wakeup_fd(before)
 

@@ -11,12 +11,20 @@ While a verify is in flight, `scheduled` and `pending` take all of its drafts fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from trnc.core import MAX_LOGIT_BIAS, MAX_LOGPROBS, ExecutorInfo, SamplingParams
-from trnc.engine.messages import Submit
+from trnc.core import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    ExecutorInfo,
+    FinishReason,
+    SamplingParams,
+)
+from trnc.engine.messages import Rules, Submit
+from trnc.engine.penalties import TokenCounts, token_counts
 from trnc.engine.radix import Node
+from trnc.engine.rules import Matcher, TokenRules
 from trnc.errors import RequestError
 
 
@@ -30,8 +38,11 @@ class Request:
     the last plan had of `pages`, so that the next one need not copy them; who replaces a page
     empties it. `leader` is a request with the same prompt whose prefill this one waits for; it is
     let go at the first admission. `primed`: the slot holds its last token, and the state that a
-    draft starts from. `drafts` are on the device for the next verify. `drafted` and `accepted` are
-    totals.
+    draft starts from. `drafts` are on the device for the next verify; `draft_ids` are these, once
+    they are read, of a request that needs them. `drafted` and `accepted` are totals.
+
+    `rules` and `counts` are None where the request has none. `score_next` is the token of the
+    prompt whose log-probability is wanted next; the prompt's length where none is.
     """
 
     request_id: str
@@ -40,6 +51,9 @@ class Request:
     max_tokens: int
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
+    score_next: int
+    rules: TokenRules | None = None
+    counts: TokenCounts | None = None
     leader: Request | None = None
     preemptions: int = 0
     cached_tokens: int = 0
@@ -53,6 +67,7 @@ class Request:
     speculated: int = 0
     primed: bool = False
     drafts: int = 0
+    draft_ids: tuple[int, ...] | None = None
     drafted: int = 0
     accepted: int = 0
     ended: bool = False
@@ -69,8 +84,19 @@ class Request:
 
     @property
     def can_decode(self) -> bool:
-        """Whether one known position leads to the next token, and that token is wanted."""
+        """Whether one known position leads to the next token, and that token is wanted.
+
+        A request that needs its last tokens on the host sits out a step planned before it has them.
+        """
+        unread = self.pending or (self.drafts and self.draft_ids is None)
+        if self.needs_last_token and unread:
+            return False
         return self.remaining == 1 and not self.speculated and self.next_output < self.max_tokens
+
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether a step's inputs depend on the tokens before it: masks and penalties may."""
+        return self.counts is not None or (self.rules is not None and self.rules.need_last_token)
 
     @property
     def can_draft(self) -> bool:
@@ -79,14 +105,36 @@ class Request:
         ready = self.primed and not self.drafts and self.remaining == 1
         return ready and least + 1 < self.max_tokens
 
+    def take(self, tokens: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Append picked tokens up to where the text ends, if it does; return them, and why."""
+        for index, token in enumerate(tokens, start=1):
+            self.token_ids.append(token)
+            if (reason := self._ended_by(token)) is not None:
+                return tuple(tokens[:index]), reason
+        return tuple(tokens), None
+
+    def _ended_by(self, token: int) -> FinishReason | None:
+        if self.counts is not None:
+            self.counts.add(token)
+        if self.rules is not None:
+            self.rules.advance(token)
+        if token in self.stop_token_ids:
+            return "stop"
+        if self.rules is not None and (self.rules.broken or self.rules.over):
+            return "error" if self.rules.broken else "stop"
+        output = len(self.token_ids) - self.prompt_tokens
+        return "length" if output >= self.max_tokens else None
+
     @property
     def most_positions(self) -> int:
         """How many positions can ever be computed: the last output token never is."""
         return self.prompt_tokens + self.max_tokens - 1
 
 
-def new_request(message: Submit, info: ExecutorInfo) -> Request:
+def new_request(message: Submit, info: ExecutorInfo, matcher: Matcher | None = None) -> Request:
     """Return the request that a client asked for, its `max_tokens` cut to `info.max_context`.
+
+    `matcher` is that of its grammar, if it has one.
 
     Raises:
         RequestError: a limit is broken; `param` names the field and the text the numbers.
@@ -109,6 +157,28 @@ def new_request(message: Submit, info: ExecutorInfo) -> Request:
         max_tokens=max_tokens,
         sampling=message.sampling,
         stop_token_ids=frozenset(message.stop_token_ids),
+        score_next=_first_scored(message),
+        rules=_token_rules(message, info, matcher),
+        counts=token_counts(message.sampling, message.prompt_ids, message.resume_ids),
+    )
+
+
+def _first_scored(message: Submit) -> int:
+    """A resumed request was given the log-probabilities of its prompt before."""
+    if message.sampling.prompt_logprobs is None or message.resume_ids:
+        return len(message.prompt_ids)
+    return max(message.prompt_logprobs_from, 1)
+
+
+def _token_rules(message: Submit, info: ExecutorInfo, matcher: Matcher | None) -> TokenRules | None:
+    if message.rules == Rules():
+        return None
+    return TokenRules(
+        message.rules,
+        vocab_size=info.vocab_size,
+        stop_token_ids=message.stop_token_ids,
+        matcher=matcher,
+        output=message.resume_ids,
     )
 
 
@@ -121,6 +191,10 @@ def _check_fields(message: Submit, info: ExecutorInfo) -> None:
         )
     sampling = message.sampling
     _check_ids("prompt", (*message.prompt_ids, *message.resume_ids), info)
+    rules = message.rules
+    _check_ids("allowed_token_ids", rules.allowed_token_ids or (), info)
+    _check_ids("bad_words", (token for word in rules.bad_words for token in word), info)
+    _check_ids("stop_token_ids", message.stop_token_ids, info)
     _check_ids("logit_bias", (token for token, _ in sampling.logit_bias), info)
     if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
         raise RequestError(

@@ -44,6 +44,7 @@ from trnc.engine.depth import DepthPolicy
 from trnc.engine.kv import KvCache
 from trnc.engine.messages import QUEUE_FULL, Delta, Failed, Submit
 from trnc.engine.request import Request, new_request
+from trnc.engine.rules import Matcher
 from trnc.errors import RequestError
 
 
@@ -118,8 +119,10 @@ class Scheduler:
         """Whether any request has not ended."""
         return bool(self._requests)
 
-    def submit(self, message: Submit) -> list[Delta]:
+    def submit(self, message: Submit, matcher: Matcher | None = None) -> list[Delta]:
         """Put a request at the end of the line; a resumed one that has all its tokens ends here.
+
+        `matcher` is that of its grammar, if it has one. One that no token may follow ends, too.
 
         Raises:
             RequestError: a limit is broken, the id is taken, or the queue is full.
@@ -131,11 +134,13 @@ class Scheduler:
                 f"The request queue is full ({self._max_waiting} are waiting); try again later.",
                 code=QUEUE_FULL,
             )
-        request = new_request(message, self._info)
+        request = new_request(message, self._info, matcher)
         if message.fork_of is not None:
             request.leader = self._requests.get(message.fork_of)
         if request.next_output >= request.max_tokens:
             return [Delta(request.request_id, (), finish_reason="length")]
+        if request.rules is not None and request.rules.over:
+            return [Delta(request.request_id, (), finish_reason="stop")]
         self._requests[request.request_id] = request
         self.waiting.append(request)
         return []
@@ -170,10 +175,17 @@ class Scheduler:
         rows = self._land(plan)
         self._count(plan, rows, result)
         if plan.step == "draft":
+            for row, tokens in zip(rows, result.tokens, strict=True):
+                if row.request.needs_last_token and not row.lost:
+                    row.request.draft_ids = tokens
             return []
-        deltas = []
-        for row, tokens, logprobs in zip(rows, result.tokens, result.logprobs, strict=True):
+        deltas: list[Delta] = []
+        scores = result.prompt_logprobs or ((),) * len(rows)
+        for row, tokens, logprobs, scored in zip(
+            rows, result.tokens, result.logprobs, scores, strict=True
+        ):
             if not row.request.ended:
+                deltas += self._score(row, scored) if scored else []
                 delta = self._commit_row(row, tokens, logprobs)
                 deltas += [delta] if delta is not None else []
         return deltas
@@ -245,24 +257,31 @@ class Scheduler:
         """Schedule the next `count` positions of a running request."""
         start, end = request.scheduled, request.scheduled + count
         known = request.token_ids[start:end]
+        sample = count >= request.remaining
+        drafts = count - 1 if request.drafts else 0
+        # A request that needs them has its drafts here; the rules of others only count them.
+        draft_ids = (request.draft_ids or (0,) * drafts)[:drafts]
+        rules = request.rules if sample else None
         plan = SequencePlan(
             slot=self._slot(request),
             start=start,
             count=count,
             token_ids=None if request.pending else tuple(known),
             pages=self._table(request, end),
-            sample=count >= request.remaining,
+            sample=sample,
             output_index=request.next_output,
             sampling=request.sampling,
             following=request.token_ids[end] if end < len(request.token_ids) else None,
+            masks=rules.masks(request.next_output, draft_ids) if rules is not None else (),
+            counts=request.counts.packed(draft_ids) if sample and request.counts else (),
+            targets=_targets(request, start, end),
         )
         request.scheduled = end
-        drafts = count - 1 if request.drafts else 0
         if plan.sample:
             request.pending += 1 + drafts
             request.speculated += drafts
         request.primed = plan.sample
-        request.drafts = 0
+        request.drafts, request.draft_ids = 0, None
         return Row(request, request.preemptions, plan, drafts)
 
     def _draft_row(self, request: Request, depth: int, end: int) -> Row:
@@ -343,7 +362,7 @@ class Scheduler:
         heapq.heappush(self._free_slots, self._slot(request))
         request.slot = None
         request.primed = False
-        request.drafts = 0
+        request.drafts, request.draft_ids = 0, None
 
     def _commit_row(
         self, row: Row, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]
@@ -356,8 +375,7 @@ class Scheduler:
             missing = 1 + row.drafts - len(tokens)
             request.pending -= 1 + row.drafts
             request.speculated -= row.drafts
-        taken, reason = _until_end(request, tokens)
-        request.token_ids += taken
+        taken, reason = request.take(tokens)
         if not row.lost:
             request.scheduled -= missing
             # What an accepted run has behind the end of the text is in the pages, but no token.
@@ -385,7 +403,7 @@ class Scheduler:
             token_ids=tokens,
             logprobs=logprobs[: len(tokens)] if request.sampling.logprobs is not None else (),
             finish_reason=reason,
-            stop_token_id=tokens[-1] if reason == "stop" else None,
+            stop_token_id=tokens[-1] if tokens[-1] in request.stop_token_ids else None,
             cached_tokens=request.cached_tokens,
             drafted_tokens=request.drafted,
             accepted_tokens=request.accepted,
@@ -412,6 +430,14 @@ class Scheduler:
                     self.counters.count_drafts(*outcome)
                 self._depths.verified(len(rows), plan.depth, result.micros, outcomes)
 
+    def _score(self, row: Row, scores: tuple[TokenLogprobs, ...]) -> list[Delta]:
+        """Send log-probabilities of the prompt, but not again what a preemption computes again."""
+        request = row.request
+        first = 1 + row.plan.start + next(i for i, t in enumerate(row.plan.targets) if t >= 0)
+        fresh = scores[request.score_next - first :]
+        request.score_next += len(fresh)
+        return [Delta(request.request_id, (), prompt_logprobs=fresh)] if fresh else []
+
     def _end(self, request: Request) -> None:
         request.ended = True
         del self._requests[request.request_id]
@@ -427,12 +453,10 @@ class Scheduler:
         return rows
 
 
-def _until_end(
-    request: Request, tokens: tuple[int, ...]
-) -> tuple[tuple[int, ...], FinishReason | None]:
-    """Cut picked tokens where the text ends, if it does, and say why it does."""
-    wanted = request.prompt_tokens + request.max_tokens - len(request.token_ids)
-    for index, token in enumerate(tokens[:wanted]):
-        if token in request.stop_token_ids:
-            return tokens[: index + 1], "stop"
-    return tokens[:wanted], "length" if wanted <= len(tokens) else None
+def _targets(request: Request, start: int, end: int) -> tuple[int, ...]:
+    """Return `SequencePlan.targets` of positions `start .. end - 1`."""
+    first, last = max(request.score_next - 1, start), min(request.prompt_tokens - 1, end)
+    if first >= last:
+        return ()
+    wanted = request.token_ids[first + 1 : last + 1]
+    return (*(-1,) * (first - start), *wanted, *(-1,) * (end - last))

@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 
 from trnc.core import ExecutorInfo, StepPlan, StepResult
-from trnc.engine.messages import Abort, FlushCache, Submit
+from trnc.engine.messages import Abort, FlushCache, Grammar, Submit
+from trnc.engine.rules import Matcher
 from trnc.engine.scheduler import Scheduler
 from trnc.errors import EngineError, RequestError
 
@@ -70,33 +71,41 @@ def read_trace(path: Path) -> Iterator[TraceEvent]:
                 raise EngineError(f"{path}, line {number} is not a trace event: {error}") from None
 
 
-def replay(events: Iterable[TraceEvent]) -> int:
+MatcherOf = Callable[[Grammar], Matcher]
+
+
+def replay(events: Iterable[TraceEvent], *, matcher_of: MatcherOf | None = None) -> int:
     """Run a fresh scheduler on a trace and return how many plans were the same.
 
+    `matcher_of` compiles the grammars of its requests, which needs the model's tokenizer.
+
     Raises:
-        EngineError: a plan differs, with both plans; or the trace does not begin with `Began`.
+        EngineError: a plan differs, with both plans; or the trace does not begin with `Began`, or
+            has a grammar and there is no `matcher_of`.
     """
     remaining = iter(events)
     began = next(remaining, None)
     if not isinstance(began, Began):
         raise EngineError("the trace does not start with a Began event; its beginning is missing")
-    player = _Player(Scheduler(info=began.info, max_waiting=began.max_waiting))
+    player = _Player(Scheduler(info=began.info, max_waiting=began.max_waiting), matcher_of)
     for event in remaining:
         player.play(event)
     return player.plans
 
 
 class _Player:
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, matcher_of: MatcherOf | None) -> None:
         self.plans = 0
+        self._matcher_of = matcher_of
         self._scheduler = scheduler
         self._in_flight: list[StepPlan] = []
 
     def play(self, event: TraceEvent) -> None:
         match event:
             case Submit():
+                matcher = self._matcher(event.rules.grammar)
                 with suppress(RequestError):  # it was refused then, too
-                    self._scheduler.submit(event)
+                    self._scheduler.submit(event, matcher)
             case Abort(request_id):
                 self._scheduler.abort(request_id)
             case FlushCache():
@@ -109,6 +118,13 @@ class _Player:
                 self._scheduler.fail(self._in_flight.pop(0), message)
             case Began():
                 raise EngineError("the trace has a second Began event; replay one engine at a time")
+
+    def _matcher(self, grammar: Grammar | None) -> Matcher | None:
+        if grammar is None:
+            return None
+        if self._matcher_of is None:
+            raise EngineError("the trace has requests with grammars: replay it with a tokenizer")
+        return self._matcher_of(grammar)
 
     def _compare(self, recorded: StepPlan | None) -> None:
         made = self._scheduler.plan()

@@ -23,6 +23,41 @@ def logit_bias_stage(spec: StageSpec) -> Stage:
     return Stage(function=logit_bias, inputs=inputs, outputs=("logits",))
 
 
+def mask_stage(spec: StageSpec) -> Stage:
+    """Make the logits of the tokens that a row's mask leaves out -inf."""
+
+    def mask(logits: Tensor, mask: Tensor) -> tuple[Tensor]:
+        return (ops.apply_mask(logits, mask),)
+
+    words = -(-spec.model.vocab_size // 32)
+    inputs = {"logits": _logits(spec), "mask": TensorSpec((spec.rows, words), "int32")}
+    return Stage(function=mask, inputs=inputs, outputs=("logits",))
+
+
+def penalties_stage(spec: StageSpec) -> Stage:
+    """Repetition, frequency and presence penalties of up to `spec.entries` tokens a row."""
+
+    def penalties(
+        logits: Tensor,
+        penalty_ids: Tensor,
+        penalty_counts: Tensor,
+        repetition: Tensor,
+        frequency: Tensor,
+        presence: Tensor,
+    ) -> tuple[Tensor]:
+        return (ops.penalize(logits, penalty_ids, penalty_counts, repetition, frequency, presence),)
+
+    inputs = {
+        "logits": _logits(spec),
+        "penalty_ids": TensorSpec((spec.rows, spec.entries), "int32"),
+        "penalty_counts": TensorSpec((spec.rows, spec.entries), "int32"),
+        "repetition": TensorSpec((spec.rows,)),
+        "frequency": TensorSpec((spec.rows,)),
+        "presence": TensorSpec((spec.rows,)),
+    }
+    return Stage(function=penalties, inputs=inputs, outputs=("logits",))
+
+
 def greedy_stage(spec: StageSpec) -> Stage:
     """Pick the highest logit of each row, the lowest id among equals."""
 

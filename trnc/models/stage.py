@@ -28,7 +28,9 @@ StageKind = Literal[
     "accept",
     "draft_begin",
     "draft_next",
+    "mask",
     "logit_bias",
+    "penalties",
     "greedy",
     "sample",
     "logprobs",
@@ -92,8 +94,8 @@ class StageSpec:
 
     `tokens` (T) and `rows` (R) are the bucket: its sizes where the backend wants them static, else
     the names of symbolic dimensions, so that one graph serves every bucket; 0 where the stage has
-    no such dimension. `formats` is what the stage's own matrices are packed as; `kv_dtype` and
-    `page_size` are the cache's.
+    no such dimension; `entries` is the width of the penalties' inputs. `formats` is what the
+    stage's own matrices are packed as; `kv_dtype` and `page_size` are the cache's.
     """
 
     kind: StageKind
@@ -103,6 +105,7 @@ class StageSpec:
     formats: WeightFormats | LayerFormats | None = None
     kv_dtype: str = "float32"
     page_size: int = 0
+    entries: int | str = 0
 
     @property
     def layer_formats(self) -> LayerFormats:
@@ -113,8 +116,8 @@ class StageSpec:
     @property
     def label(self) -> str:
         """A short name for people: `layer`, or `layer 256 4` where the bucket is static."""
-        sizes = [f" {size}" for size in (self.tokens, self.rows) if isinstance(size, int) and size]
-        return self.kind + "".join(sizes)
+        sizes = (self.tokens, self.rows, self.entries)
+        return self.kind + "".join(f" {size}" for size in sizes if isinstance(size, int) and size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,19 @@ from trnc.ops.linear import embedding, linear
 from trnc.ops.moe import experts, head_linear, route
 from trnc.ops.norm import rms_norm, silu_mul
 from trnc.ops.packing import pack, packed_shape, unpack
-from trnc.ops.sampling import logit_bias, logprobs, sample, sample_greedy
+from trnc.ops.sampling import (
+    apply_mask,
+    logit_bias,
+    logprobs,
+    penalize,
+    sample,
+    sample_greedy,
+)
 from trnc.ops.state import accept_drafts, store_states, store_tokens
 
 __all__ = [
     "accept_drafts",
+    "apply_mask",
     "embedding",
     "experts",
     "head_linear",
@@ -27,6 +35,7 @@ __all__ = [
     "pack",
     "packed_shape",
     "paged_attention",
+    "penalize",
     "quantize_kv",
     "rms_norm",
     "route",

@@ -1,6 +1,7 @@
-"""From logits to tokens: bias, greedy pick, sampling and log-probabilities, with references.
+"""From logits to tokens: masks, bias, penalties, picks and log-probabilities, with references.
 
-The order is: logit_bias -> (greedy pick) -> temperature -> top_k -> top_p -> min_p -> Gumbel-max.
+The order is: mask -> logit_bias -> penalties (repetition, frequency, presence) -> (greedy pick) ->
+temperature -> top_k -> top_p -> min_p -> Gumbel-max.
 Noise is a pure function of (seed, output index, token id), so a token is a function of its own
 logits and its request's parameters alone: not of the batch, nor of how the step was scheduled.
 
@@ -23,6 +24,43 @@ from trnc.ops.library import declare
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
+
+
+def apply_mask(logits: Tensor, mask: Tensor) -> Tensor:
+    """Return `logits` with -inf where a bit of `mask` [R, ceil(V / 32)] int32 is 0.
+
+    Token t is bit t % 32, counted from the lowest, of word t // 32; a row of -1 changes nothing.
+    """
+    result: Tensor = torch.ops.trnc.apply_mask.default(logits, mask)
+    return result
+
+
+def penalize(
+    logits: Tensor,
+    ids: Tensor,
+    counts: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> Tensor:
+    """Return `logits` with the penalties of some tokens, in this order:
+
+        repetition:  l = l / r where l > 0, else l * r   (CTRL, arXiv 1909.05858)
+        frequency:   l = l - f * count
+        presence:    l = l - p where count > 0
+
+    Args:
+        logits: [R, V].
+        ids: [R, N] int32, each token at most once; the first negative one ends the row's list.
+        counts: [R, N] int32, how often the token was output; 0 for one of the prompt alone.
+        repetition: [R] f32, r > 0; 1 changes nothing.
+        frequency: [R] f32, f; 0 changes nothing.
+        presence: [R] f32, p; 0 changes nothing.
+    """
+    result: Tensor = torch.ops.trnc.penalize.default(
+        logits, ids, counts, repetition, frequency, presence
+    )
+    return result
 
 
 def logit_bias(logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
@@ -77,6 +115,33 @@ def logprobs(logits: Tensor, chosen: Tensor, top: int) -> tuple[Tensor, Tensor, 
     """
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.trnc.logprobs.default(logits, chosen, top)
     return result
+
+
+def _apply_mask(logits: Tensor, mask: Tensor) -> Tensor:
+    bits = (mask[:, :, None] >> torch.arange(32, device=mask.device)) & 1
+    allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
+    return logits.masked_fill(~allowed, float("-inf"))
+
+
+def _penalize(
+    logits: Tensor,
+    ids: Tensor,
+    counts: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> Tensor:
+    vocab = logits.shape[1]
+    used = (ids < 0).cumsum(dim=1) == 0
+    # Unused entries go to a column of their own, which is cut off again.
+    wide = torch.cat((logits, logits.new_zeros(logits.shape[0], 1)), dim=1)
+    where = torch.where(used, ids, vocab).long()
+    r, f, p = (x[:, None].to(logits.dtype) for x in (repetition, frequency, presence))
+    x = wide.gather(1, where)
+    x = torch.where(x > 0, x / r, x * r)
+    x = x - f * counts
+    x = torch.where(counts > 0, x - p, x)
+    return wide.scatter(1, where, x)[:, :vocab].contiguous()
 
 
 def _logit_bias(logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
@@ -164,6 +229,17 @@ def _without_nan(logits: Tensor) -> Tensor:
     return logits.masked_fill(logits.isnan(), float("-inf"))
 
 
+declare(
+    "apply_mask(Tensor logits, Tensor mask) -> Tensor",
+    reference=_apply_mask,
+    fake=lambda logits, _: torch.empty_like(logits),
+)
+declare(
+    "penalize(Tensor logits, Tensor ids, Tensor counts, Tensor repetition, Tensor frequency, "
+    "Tensor presence) -> Tensor",
+    reference=_penalize,
+    fake=lambda logits, *_: torch.empty_like(logits),
+)
 declare(
     "logit_bias(Tensor logits, Tensor ids, Tensor values) -> Tensor",
     reference=_logit_bias,

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -85,6 +86,7 @@ class ProgramExecutor:
             key,
             max_pages=self._max_pages,
             spare_slot=self._spare_slot,
+            vocab_size=self._info.vocab_size,
             speculates=self._speculates,
         )
 
@@ -98,7 +100,12 @@ class ProgramExecutor:
             ended = time.perf_counter()
             self.recent_calls.append((began, ended))
             self._unused[key].append(buffers)
-        return read_result(plan, outputs, micros=round((ended - began) * 1e6))
+        scores: tuple[tuple[TokenLogprobs, ...], ...] = ()
+        if key.prompt_logprobs:
+            *outputs, chosen, ids, values = outputs
+            scores = _read_scores(plan, chosen, ids, values)
+        result = read_result(plan, outputs, micros=round((ended - began) * 1e6))
+        return replace(result, prompt_logprobs=scores)
 
 
 def read_result(plan: StepPlan, outputs: list[Tensor], *, micros: int) -> StepResult:
@@ -145,3 +152,21 @@ def _read_logprobs(
         else tuple(read(row, wanted) for row in picked)
         for sequence, picked in zip(plan.sequences, rows, strict=True)
     )
+
+
+def _read_scores(
+    plan: StepPlan, chosen: Tensor, ids: Tensor, values: Tensor
+) -> tuple[tuple[TokenLogprobs, ...], ...]:
+    """Return each sequence's logprobs of the targets that it asked for."""
+    read: list[tuple[TokenLogprobs, ...]] = []
+    first = 0
+    for sequence in plan.sequences:
+        wanted = sequence.sampling.prompt_logprobs or 0
+        rows = [first + i for i, target in enumerate(sequence.targets) if target >= 0]
+        first += sequence.count
+        tops = zip(ids[rows, :wanted].tolist(), values[rows, :wanted].tolist(), strict=True)
+        entries = zip(chosen[rows].tolist(), tops, strict=True)
+        read.append(
+            tuple(TokenLogprobs(one, tuple(zip(*top, strict=True))) for one, top in entries)
+        )
+    return tuple(read)

@@ -21,14 +21,27 @@ from trnc.core import MAX_LOGIT_BIAS, SamplingParams, SequencePlan, StepPlan, Va
 
 Inputs = dict[str, Tensor]
 
+PAIR_BYTES = 8  # of each of `SequencePlan.counts`: an id and a count
 _GREEDY = SamplingParams()
 
 
 def build_inputs(
-    plan: StepPlan, key: VariantKey, *, max_pages: int, spare_slot: int, speculates: bool = False
+    plan: StepPlan,
+    key: VariantKey,
+    *,
+    max_pages: int,
+    spare_slot: int,
+    vocab_size: int,
+    speculates: bool = False,
 ) -> Inputs:
     """Return new tensors of every `input.*` that the variant's program reads, by bare name."""
-    buffers = InputBuffers(key, max_pages=max_pages, spare_slot=spare_slot, speculates=speculates)
+    buffers = InputBuffers(
+        key,
+        max_pages=max_pages,
+        spare_slot=spare_slot,
+        vocab_size=vocab_size,
+        speculates=speculates,
+    )
     return buffers.fill(plan)
 
 
@@ -40,7 +53,13 @@ class InputBuffers:
     """
 
     def __init__(
-        self, key: VariantKey, *, max_pages: int, spare_slot: int, speculates: bool = False
+        self,
+        key: VariantKey,
+        *,
+        max_pages: int,
+        spare_slot: int,
+        vocab_size: int,
+        speculates: bool = False,
     ) -> None:
         slots = spare_slot + 1
         parts: list[_Part] = [_BlockTables(key.rows, max_pages)]
@@ -49,8 +68,14 @@ class InputBuffers:
             parts.append(_Following(key))
         if key.sampling == "sample":
             parts.append(_Sampling(key))
+        if key.mask:
+            parts.append(_Mask(key, vocab_size))
         if key.logit_bias:
             parts.append(_LogitBias(key))
+        if key.penalties:
+            parts.append(_Penalties(key))
+        if key.prompt_logprobs:
+            parts.append(_PromptLogprobs(key))
         self._parts = parts
         self._tensors = {
             name: torch.from_numpy(array) for part in parts for name, array in _arrays(part)
@@ -273,3 +298,83 @@ class _LogitBias:
             self.bias_ids[row], self.bias_values[row] = -1, 0
             for i, (token, value) in enumerate(bias):
                 self.bias_ids[row, i], self.bias_values[row, i] = token, value
+
+
+class _Mask:
+    """Which tokens may be picked, as packed bits; a row of ones allows all."""
+
+    def __init__(self, key: VariantKey, vocab_size: int) -> None:
+        self.mask = np.full((key.logit_rows, -(-vocab_size // 32)), -1, np.int32)
+        self._masks = [b""] * key.logit_rows
+
+    def fill(self, plan: StepPlan) -> None:
+        unused = set(range(len(self._masks)))
+        for row, sequence, offset in logit_rows(plan):
+            self._fill_row(row, sequence.masks[offset] if sequence.masks else b"")
+            unused.remove(row)
+        for row in unused:
+            self._fill_row(row, b"")
+
+    def _fill_row(self, row: int, mask: bytes) -> None:
+        if self._masks[row] is not mask:
+            self._masks[row] = mask
+            self.mask[row] = np.frombuffer(mask, np.int32) if mask else -1
+
+
+class _Penalties:
+    """Which tokens are penalised, and how; the first id of -1 ends the list of a row."""
+
+    def __init__(self, key: VariantKey) -> None:
+        rows = key.logit_rows
+        self.penalty_ids = np.full((rows, key.penalties), -1, np.int32)
+        self.penalty_counts = np.zeros((rows, key.penalties), np.int32)
+        self.repetition = np.ones(rows, np.float32)
+        self.frequency = np.zeros(rows, np.float32)
+        self.presence = np.zeros(rows, np.float32)
+        self._counts = [b""] * rows
+        self._params = [_GREEDY] * rows
+
+    def fill(self, plan: StepPlan) -> None:
+        unused = set(range(len(self._counts)))
+        for row, sequence, offset in logit_rows(plan):
+            self._fill_counts(row, sequence.counts[offset] if sequence.counts else b"")
+            self._fill_params(row, sequence.sampling)
+            unused.remove(row)
+        for row in unused:
+            self._fill_counts(row, b"")
+            self._fill_params(row, _GREEDY)
+
+    def _fill_counts(self, row: int, counts: bytes) -> None:
+        before = self._counts[row]
+        if before is not counts:
+            self._counts[row] = counts
+            ids, numbers = np.frombuffer(counts, np.int32).reshape(2, -1)
+            self.penalty_ids[row, : len(ids)] = ids
+            self.penalty_counts[row, : len(ids)] = numbers
+            was = len(before) // PAIR_BYTES
+            self.penalty_ids[row, len(ids) : was] = -1
+            self.penalty_counts[row, len(ids) : was] = 0
+
+    def _fill_params(self, row: int, params: SamplingParams) -> None:
+        if self._params[row] is not params:
+            self._params[row] = params
+            self.repetition[row] = params.repetition_penalty
+            self.frequency[row] = params.frequency_penalty
+            self.presence[row] = params.presence_penalty
+
+
+class _PromptLogprobs:
+    """The token that follows each token row; 0 where nobody asks."""
+
+    def __init__(self, key: VariantKey) -> None:
+        self.prompt_rows = np.arange(key.tokens, dtype=np.int64)
+        self.targets = np.zeros(key.tokens, np.int64)
+
+    def fill(self, plan: StepPlan) -> None:
+        self.targets[:] = 0
+        first = 0
+        for sequence in plan.sequences:
+            if sequence.targets:
+                wanted = np.maximum(sequence.targets, 0)
+                self.targets[first : first + sequence.count] = wanted
+            first += sequence.count

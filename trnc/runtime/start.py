@@ -149,8 +149,7 @@ def start_executor(
         else:
             store = open_store(options.store, report)
             executor = _start_compiled(config, store, compiler, weights, timings)
-    features = ("logprobs", "logit_bias")
-    return executor, timings.seconds, tuple(f for f in features if getattr(options.preset, f))
+    return executor, timings.seconds, options.preset.features
 
 
 def require_cache(config: ProgramConfig, target: native.Target, store: Store) -> Manifest:

@@ -6,9 +6,9 @@ A model writes all three as one text. What tells them apart is the model's own m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from trnc.serve.text import ShownToken
 
@@ -40,6 +40,7 @@ class ToolCallPart:
 
 
 Part = TextPart | ReasoningPart | ToolCallPart
+Tools = Sequence[Mapping[str, Any]]  # in OpenAI's chat shape
 
 
 class AnswerParser(Protocol):
@@ -66,11 +67,30 @@ class PlainAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Parsers:
-    """Makes parsers: `make(tools)` says whether tool calls are to be looked for.
+    """Makes parsers: `make(tools, prompt_ids)` of an answer to a prompt, with calls of these tools.
 
-    `tools` and `reasoning` say what the model's markup lets it tell apart.
+    `tools` and `reasoning` say what the model's markup lets it tell apart, `special` whether some
+    of it is special tokens, which a text leaves out unless told otherwise.
     """
 
-    make: Callable[[bool], AnswerParser] = lambda _tools: PlainAnswer()
+    make: Callable[[Tools, Sequence[int]], AnswerParser] = lambda _tools, _prompt: PlainAnswer()
     tools: bool = False
     reasoning: bool = False
+    special: bool = False
+
+
+def joined(parts: Sequence[Part]) -> list[Part]:
+    """Return the parts with neighbours of a kind put together: those of an answer as a whole."""
+    whole: list[Part] = []
+    for part in parts:
+        last = whole[-1] if whole else None
+        match part, last:
+            case TextPart(), TextPart():
+                whole[-1] = TextPart(last.text + part.text, last.tokens + part.tokens)
+            case ReasoningPart(), ReasoningPart():
+                whole[-1] = ReasoningPart(last.text + part.text)
+            case ToolCallPart(name=None), ToolCallPart():
+                whole[-1] = ToolCallPart(last.name, last.arguments + part.arguments)
+            case _:
+                whole.append(part)
+    return whole

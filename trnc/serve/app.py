@@ -48,14 +48,15 @@ def make_parts(
         generator=Generator(engine=engine, tokenizer=model.tokenizer, metrics=metrics),
         planner=RequestPlanner(
             engine=engine,
-            eos_token_ids=model.tokenizer.eos_token_ids,
+            tokenizer=model.tokenizer,
             defaults=model.defaults,
+            reasoning=model.markup.reasoning,
         ),
         prompts=PromptBuilder(tokenizer=model.tokenizer, template=model.template),
         admission=admission,
         options=options,
-        parsers=parsers or Parsers(),
         settings=settings or {},
+        parsers=parsers or model.markup.parsers(model.tokenizer),
     )
 
 

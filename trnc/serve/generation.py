@@ -10,12 +10,12 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from trnc.checkpoint.tokenizer import Detokenizer, Tokenizer
 from trnc.core import FinishReason, SamplingParams, TokenLogprobs
-from trnc.engine.messages import Delta, Submit
+from trnc.engine.messages import Delta, Rules, Submit
 from trnc.errors import EngineError
 from trnc.serve.engine_client import EngineClient
 from trnc.serve.metrics import Metrics
@@ -40,6 +40,7 @@ class GenerationRequest:
     stops: tuple[str, ...] = ()
     stop_regexes: tuple[StopRegex, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    rules: Rules = field(default_factory=Rules)
     keep_stop: bool = False
     skip_special_tokens: bool = True
     fork_of: str | None = None
@@ -52,7 +53,8 @@ class Output:
     `text` is what may be shown now and `tokens` are those that start in it. `token_ids` (with
     `logprobs` if asked for) are all that were generated, shown or not, up to the one that ended the
     text; `completion_tokens` counts them from the start. `matched` is the stop string, the pattern
-    or the token id that ended the text.
+    or the token id that ended the text. `prompt_logprobs` are of the prompt's tokens from the
+    second on, if they were asked for: the first outputs have them, in order.
     """
 
     text: str
@@ -65,6 +67,7 @@ class Output:
     matched: str | int | None = None
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Generator:
@@ -85,6 +88,7 @@ class Generator:
                 self._tokenizer, skip_special_tokens=request.skip_special_tokens
             ),
             matcher=StopMatcher(request.stops, request.stop_regexes, keep=request.keep_stop),
+            unstoppable=request.rules.min_tokens,
         )
         submit = Submit(
             request_id=request.request_id,
@@ -93,12 +97,14 @@ class Generator:
             max_tokens=request.max_tokens,
             stop_token_ids=request.stop_token_ids,
             fork_of=request.fork_of,
+            rules=request.rules,
         )
         cached_tokens = 0
         clock = _Clock(self._metrics)
         async with aclosing(self._engine.generate(submit)) as deltas:
             async for delta in deltas:
-                clock.tick(len(delta.token_ids))
+                if delta.token_ids or delta.finish_reason is not None:
+                    clock.tick(len(delta.token_ids))
                 cached_tokens = max(cached_tokens, delta.cached_tokens)
                 output = _advance(assembler, delta, cached_tokens, keep_stop=request.keep_stop)
                 if output.finish_reason is not None:
@@ -160,6 +166,7 @@ def _advance(
         matched=matched,
         drafted_tokens=delta.drafted_tokens,
         accepted_tokens=delta.accepted_tokens,
+        prompt_logprobs=delta.prompt_logprobs,
     )
 
 
@@ -224,4 +231,5 @@ def _whole(outputs: Sequence[Output]) -> Output:
         tokens=tuple(token for output in outputs for token in output.tokens),
         token_ids=tuple(token_id for output in outputs for token_id in output.token_ids),
         logprobs=tuple(entry for output in outputs for entry in output.logprobs),
+        prompt_logprobs=tuple(e for output in outputs for e in output.prompt_logprobs),
     )

@@ -13,7 +13,7 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from ipaddress import ip_address
 from typing import Any
@@ -231,20 +231,22 @@ def _print_ready(
     lines = [
         f"{ready.max_rows} sequences at once, {ready.max_context} tokens each,"
         f" KV pages for {tokens} tokens in all.",
-        *_notes(model, url, options),
+        *_notes(model, url, options, ready.features),
         f"Serving [bold]{names}[/bold] on [bold]{url}[/bold] (ready in {seconds:.1f} s)",
     ]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _notes(model: ServedModel, url: str, options: ServeOptions) -> Iterator[str]:
+def _notes(
+    model: ServedModel, url: str, options: ServeOptions, features: Sequence[str]
+) -> Iterator[str]:
     """Yield what the operator should know and might not expect."""
     penalty = model.defaults.repetition_penalty
-    if penalty not in (None, 1.0):
+    if penalty not in (None, 1.0) and "penalties" not in features:
         yield (
             f"[yellow]The model's generation config asks for a repetition_penalty of {penalty},"
-            " which is not supported yet and not applied.[/yellow]"
+            " which is not applied: it needs --penalties.[/yellow]"
         )
     host = url.partition("://")[2].rsplit(":", 1)[0].strip("[]")
     if ip_address(host.split("%")[0]).is_loopback:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from trnc.checkpoint.generation import GenerationDefaults
-from trnc.engine.messages import Ready
+from trnc.checkpoint.tokenizer import Tokenizer
+from trnc.core import SamplingParams
+from trnc.engine.messages import Grammar, Ready
 from trnc.errors import RequestError
 from trnc.serve.engine_client import EngineClient
 from trnc.serve.generation import GenerationRequest
+from trnc.serve.reasoning import ReasoningTags
 from trnc.serve.sampling import (
     SamplingFields,
     keep_stop,
@@ -20,9 +22,10 @@ from trnc.serve.sampling import (
     with_seed_offset,
 )
 from trnc.serve.stop_regex import stop_regexes
+from trnc.serve.structured import RuleFields, token_rules
 
 
-class RequestFields(SamplingFields, Protocol):
+class RequestFields(SamplingFields, RuleFields, Protocol):
     """The fields that say how to sample and when to stop; None is "not set"."""
 
     @property
@@ -61,12 +64,15 @@ class RequestPlanner:
         self,
         *,
         engine: EngineClient,
-        eos_token_ids: Sequence[int],
+        tokenizer: Tokenizer,
         defaults: GenerationDefaults,
+        reasoning: ReasoningTags | None,
     ) -> None:
         self._engine = engine
-        self._eos = tuple(eos_token_ids)
+        self._tokenizer = tokenizer
+        self._eos = tokenizer.eos_token_ids
         self._defaults = defaults
+        self._reasoning = reasoning
 
     def plan(
         self,
@@ -80,13 +86,25 @@ class RequestPlanner:
         default_max_tokens: int | None,
         logprobs: int | None,
         max_temperature: float | None = 2.0,
+        grammar: tuple[Grammar, str] | None = None,
+        penalize_prompt: bool = True,
     ) -> GenerationRequest:
         """Return the checked request; raises RequestError, or EngineUnavailableError.
 
         `default_max_tokens` None means all that the context has room for. `max_temperature` is
-        the API's limit: OpenAI's unless said otherwise.
+        the API's limit: OpenAI's unless said otherwise. `grammar` is one that the route brings,
+        with the name of its field; `penalize_prompt` says whether its repetition penalty counts
+        the prompt.
         """
         info = self._engine.info
+        budget = output_budget(
+            len(prompt_ids),
+            max_tokens,
+            default=default_max_tokens,
+            context=context_size(info),
+            prompt_param=prompt_param,
+            max_tokens_param=max_tokens_param,
+        )
         return GenerationRequest(
             request_id=request_id,
             prompt_ids=prompt_ids,
@@ -97,14 +115,18 @@ class RequestPlanner:
                 vocab_size=info.vocab_size,
                 features=info.features,
                 max_temperature=max_temperature,
+                penalize_prompt=penalize_prompt,
             ),
-            max_tokens=output_budget(
-                len(prompt_ids),
-                max_tokens,
-                default=default_max_tokens,
-                context=context_size(info),
-                prompt_param=prompt_param,
-                max_tokens_param=max_tokens_param,
+            max_tokens=budget,
+            rules=token_rules(
+                fields,
+                grammar=grammar,
+                prompt_ids=prompt_ids,
+                max_tokens=budget,
+                tokenizer=self._tokenizer,
+                reasoning=self._reasoning,
+                vocab_size=info.vocab_size,
+                features=info.features,
             ),
             stops=stop_strings(fields.stop),
             stop_regexes=stop_regexes(fields.stop_regex),
@@ -120,7 +142,7 @@ class RequestPlanner:
 
 
 def choices(request: GenerationRequest, count: int) -> list[GenerationRequest]:
-    """Return `count` requests with the same prompt, which is computed once.
+    """Return `count` requests with the same prompt, which is computed and scored once.
 
     Choice i has the request's seed plus i, and so the answer that this seed gives alone.
     """
@@ -131,11 +153,15 @@ def choices(request: GenerationRequest, count: int) -> list[GenerationRequest]:
         replace(
             request,
             request_id=choice_id,
-            sampling=with_seed_offset(request.sampling, i),
+            sampling=_unscored(with_seed_offset(request.sampling, i), i),
             fork_of=ids[0] if i else None,
         )
         for i, choice_id in enumerate(ids)
     ]
+
+
+def _unscored(sampling: SamplingParams, choice: int) -> SamplingParams:
+    return replace(sampling, prompt_logprobs=None) if choice else sampling
 
 
 def context_size(info: Ready) -> int:

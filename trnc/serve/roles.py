@@ -74,6 +74,7 @@ def _openai(parts: Parts) -> list[Route]:
             planner=parts.planner,
             prompts=parts.prompts,
             tokenizer=parts.model.tokenizer,
+            markup=parts.model.markup,
             model_names=parts.model.names,
         ),
         completions=CompletionServing(

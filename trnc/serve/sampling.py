@@ -49,6 +49,22 @@ class SamplingFields(Protocol):
     def logit_bias(self) -> dict[str, float] | None:
         """From token ids, as decimal strings, to -100 .. 100."""
 
+    @property
+    def repetition_penalty(self) -> float | None:
+        """In (0, 2]; 1 is neutral."""
+
+    @property
+    def frequency_penalty(self) -> float | None:
+        """In [-2, 2]; 0 is neutral."""
+
+    @property
+    def presence_penalty(self) -> float | None:
+        """In [-2, 2]; 0 is neutral."""
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """How many alternatives to each token of the prompt."""
+
 
 def sampling_params(
     fields: SamplingFields,
@@ -58,20 +74,26 @@ def sampling_params(
     vocab_size: int,
     features: Sequence[str],
     max_temperature: float | None,
+    penalize_prompt: bool = True,
 ) -> SamplingParams:
     """Return checked parameters; a field that is not set takes the model's or OpenAI's default.
 
-    `max_temperature` is the API's own limit, if it has one. A seed is drawn when there is none, so
-    that every request can be replayed.
+    `max_temperature` is the API's own limit, if it has one, and `penalize_prompt` its meaning of
+    repetition: whether it counts the prompt. A seed is drawn when there is none, so that every
+    request can be replayed.
 
     Raises:
         RequestError: a value is out of range, or needs a feature that the preset leaves out.
     """
     _check_temperature(fields.temperature, max_temperature)
     _check_ranges(fields)
+    penalties = _penalties(fields, defaults, features)
+    if fields.prompt_logprobs is not None:
+        need_feature("prompt_logprobs", "prompt_logprobs", features)
+        check_logprobs(fields.prompt_logprobs, "prompt_logprobs")
     seed = secrets.randbelow(2**63) if fields.seed is None else fields.seed
     if logprobs is not None:
-        _need_feature("logprobs", features)
+        need_feature("logprobs", "logprobs", features)
     return SamplingParams(
         temperature=_first(fields.temperature, defaults.temperature, 1.0),
         top_k=min(max(_first(fields.top_k, defaults.top_k, 0), 0), vocab_size),
@@ -80,7 +102,26 @@ def sampling_params(
         seed=seed,
         logprobs=logprobs,
         logit_bias=_logit_bias(fields.logit_bias or {}, vocab_size, features),
+        repetition_penalty=penalties["repetition_penalty"],
+        frequency_penalty=penalties["frequency_penalty"],
+        presence_penalty=penalties["presence_penalty"],
+        penalize_prompt=penalize_prompt,
+        prompt_logprobs=fields.prompt_logprobs,
     )
+
+
+def _penalties(
+    fields: SamplingFields, defaults: GenerationDefaults, features: Sequence[str]
+) -> dict[str, float]:
+    """Return the penalties by name. The model's own default holds where the server has them."""
+    neutral = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+    given = {name: _first(getattr(fields, name), None, value) for name, value in neutral.items()}
+    for name, value in given.items():
+        if value != neutral[name]:
+            need_feature(name, "penalties", features)
+    if fields.repetition_penalty is None and "penalties" in features:
+        given["repetition_penalty"] = _first(None, defaults.repetition_penalty, 1.0)
+    return given
 
 
 def check_logprobs(count: int, param: str) -> int:
@@ -175,6 +216,9 @@ def _check_ranges(fields: SamplingFields) -> None:
         ("top_k", lambda v: v >= -1, "at least 1, or 0 or -1 for all tokens"),
         ("min_p", lambda v: 0.0 <= v <= 1.0, "between 0 and 1"),
         ("seed", lambda v: v in INT64, "a 64-bit signed integer"),
+        ("repetition_penalty", lambda v: 0.0 < v <= 2.0, "above 0 and at most 2"),
+        ("frequency_penalty", lambda v: -2.0 <= v <= 2.0, "between -2 and 2"),
+        ("presence_penalty", lambda v: -2.0 <= v <= 2.0, "between -2 and 2"),
     ]
     for name, fits, rule in rules:
         value = getattr(fields, name)
@@ -185,7 +229,7 @@ def _logit_bias(
     bias: Mapping[str, float], vocab_size: int, features: Sequence[str]
 ) -> tuple[tuple[int, float], ...]:
     if bias:
-        _need_feature("logit_bias", features)
+        need_feature("logit_bias", "logit_bias", features)
     if len(bias) > MAX_LOGIT_BIAS:
         _refuse("logit_bias", f"at most {MAX_LOGIT_BIAS} entries", f"{len(bias)} of them")
     entries = []
@@ -199,12 +243,14 @@ def _logit_bias(
     return tuple(sorted(entries))
 
 
-def _need_feature(name: str, features: Sequence[str]) -> None:
-    if name not in features:
+def need_feature(param: str, feature: str, features: Sequence[str]) -> None:
+    """Raise RequestError, naming the flag, for a field whose feature the server runs without."""
+    if feature not in features:
+        flag = "--" + feature.replace("_", "-")
         raise RequestError(
-            f"'{name}' is not available: the server runs a preset with `{name} = false`. "
-            f"Serve a preset that sets `{name} = true`.",
-            param=name,
+            f"'{param}' is not available: the server runs without {flag}. Start it with {flag},"
+            f" or with a preset that sets `{feature} = true`.",
+            param=param,
             code="feature_disabled",
         )
 

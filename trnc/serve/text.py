@@ -131,12 +131,16 @@ class TextAssembler:
     """Turns a request's tokens into `Piece`s.
 
     `count` is how many tokens were taken: up to the one that completed a stop string, whatever
-    number came in one delta, so that usage does not depend on how the engine grouped them.
+    number came in one delta, so that usage does not depend on how the engine grouped them. Stops
+    are looked for in the text after the first `unstoppable` tokens.
     """
 
-    def __init__(self, *, detokenizer: Detokenizer, matcher: StopMatcher) -> None:
+    def __init__(
+        self, *, detokenizer: Detokenizer, matcher: StopMatcher, unstoppable: int = 0
+    ) -> None:
         self._detokenizer = detokenizer
         self._matcher = matcher
+        self._unstoppable = unstoppable
         self._waiting: deque[ShownToken] = deque()
         self._decoded = 0
         self._shown = 0
@@ -158,7 +162,8 @@ class TextAssembler:
             self.count += 1
             decoded = self._detokenizer.push([token_id])
             self._decoded += len(decoded)
-            text += self._matcher.push(decoded)
+            free = self.count <= self._unstoppable
+            text += decoded if free else self._matcher.push(decoded)
         return self._piece(text)
 
     def finish(self) -> Piece:

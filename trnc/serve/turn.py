@@ -13,7 +13,7 @@ from typing import Any
 
 from trnc.core import FinishReason
 from trnc.errors import RequestError
-from trnc.serve.answer import Parsers, Part, ReasoningPart, ToolCallPart
+from trnc.serve.answer import Parsers, Part, ReasoningPart, ToolCallPart, Tools
 from trnc.serve.generation import GenerationRequest, Generator
 from trnc.serve.planner import RequestPlanner
 from trnc.serve.prompt import PromptBuilder, TemplateOptions
@@ -36,6 +36,24 @@ class TurnFields:
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    prompt_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    min_tokens: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    thinking_token_budget: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +82,7 @@ class Turn:
     """A planned turn."""
 
     generation: GenerationRequest
-    tools: bool
+    tools: Tools
     parallel_calls: bool
 
 
@@ -125,14 +143,16 @@ class TurnRunner:
             default_max_tokens=request.max_tokens if request.clip else None,
             logprobs=request.logprobs,
         )
-        return Turn(generation, bool(request.tools), request.parallel_calls)
+        if self._parsers.special:
+            generation = replace(generation, skip_special_tokens=False)
+        return Turn(generation, request.tools, request.parallel_calls)
 
     async def stream(self, turn: Turn) -> AsyncGenerator[Progress, None]:
         """Yield the answer as it comes; closing this aborts it. Raises what the engine raises.
 
         Where calls must not be parallel, the answer ends before a second one.
         """
-        parser = self._parsers.make(turn.tools)
+        parser = self._parsers.make(turn.tools, turn.generation.prompt_ids)
         called, reasoning_tokens = False, 0
         async with aclosing(self._generator.stream(turn.generation)) as outputs:
             async for output in outputs:

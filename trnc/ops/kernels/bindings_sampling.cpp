@@ -15,6 +15,39 @@ void check_rows(const Tensor& tensor, const char* name, ScalarType dtype, int64_
   STD_TORCH_CHECK(tensor.size(0) == rows, name, ": expected ", rows, " elements, got ", tensor.size(0));
 }
 
+Tensor apply_mask_op(const Tensor& logits, const Tensor& mask) {
+  check_logits(logits);
+  check(mask, "mask", ScalarType::Int, 2);
+  const int64_t rows = logits.size(0), vocab = logits.size(1), words = (vocab + 31) / 32;
+  STD_TORCH_CHECK(mask.size(0) == rows && mask.size(1) == words, "mask: expected ", rows, " rows of ", words,
+                  " words for a vocabulary of ", vocab);
+  Tensor out = empty({rows, vocab}, ScalarType::Float);
+  apply_mask(read<float>(logits), read<int32_t>(mask), write<float>(out), rows, vocab);
+  return out;
+}
+
+Tensor penalize_op(const Tensor& logits, const Tensor& ids, const Tensor& counts, const Tensor& repetition,
+                   const Tensor& frequency, const Tensor& presence) {
+  check_logits(logits);
+  check(ids, "ids", ScalarType::Int, 2);
+  check(counts, "counts", ScalarType::Int, 2);
+  const int64_t rows = logits.size(0), vocab = logits.size(1), entries = ids.size(1);
+  STD_TORCH_CHECK(ids.size(0) == rows && counts.size(0) == rows && counts.size(1) == entries,
+                  "ids, counts: expected one row for each of ", rows, " rows of logits, of equal width");
+  check_rows(repetition, "repetition", ScalarType::Float, rows);
+  check_rows(frequency, "frequency", ScalarType::Float, rows);
+  check_rows(presence, "presence", ScalarType::Float, rows);
+  const Penalties penalties{read<int32_t>(ids), read<int32_t>(counts), read<float>(repetition),
+                            read<float>(frequency), read<float>(presence)};
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t i = r * entries; i < (r + 1) * entries && penalties.ids[i] >= 0; ++i)
+      STD_TORCH_CHECK(penalties.ids[i] < vocab, "ids: ", penalties.ids[i], " is not in a vocabulary of ", vocab);
+  }
+  Tensor out = empty({rows, vocab}, ScalarType::Float);
+  penalize(read<float>(logits), penalties, write<float>(out), rows, vocab, entries);
+  return out;
+}
+
 Tensor logit_bias_op(const Tensor& logits, const Tensor& ids, const Tensor& values) {
   check_logits(logits);
   check(ids, "ids", ScalarType::Int, 2);
@@ -76,6 +109,8 @@ std::tuple<Tensor, Tensor, Tensor> logprobs_op(const Tensor& logits, const Tenso
 }  // namespace trnc
 
 STABLE_TORCH_LIBRARY_IMPL(trnc, CPU, m) {
+  m.impl("apply_mask", TORCH_BOX(&trnc::apply_mask_op));
+  m.impl("penalize", TORCH_BOX(&trnc::penalize_op));
   m.impl("logit_bias", TORCH_BOX(&trnc::logit_bias_op));
   m.impl("sample_greedy", TORCH_BOX(&trnc::sample_greedy_op));
   m.impl("sample", TORCH_BOX(&trnc::sample_op));

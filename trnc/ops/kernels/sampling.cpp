@@ -330,6 +330,36 @@ int64_t sample_row(const Row& row, const SamplingRow& params, Scratch& s) {
 
 }  // namespace
 
+void apply_mask(const float* logits, const int32_t* mask, float* out, int64_t rows, int64_t vocab) {
+  const int64_t words = ceil_div(vocab, 32);
+  const F32x16 nothing = broadcast(-kInfinity);
+  parallel_for(rows, 1, [=](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      for (int64_t i = 0; i < vocab; i += kLanes) {
+        const auto word = static_cast<uint32_t>(mask[r * words + i / 32]);
+        const Mask allowed = static_cast<Mask>(word >> (i % 32));
+        const int n = static_cast<int>(std::min<int64_t>(kLanes, vocab - i));
+        store_n(out + r * vocab + i, select(allowed, load_n(logits + r * vocab + i, n), nothing), n);
+      }
+    }
+  });
+}
+
+void penalize(const float* logits, const Penalties& p, float* out, int64_t rows, int64_t vocab, int64_t entries) {
+  parallel_for(rows, 1, [=](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      float* row = out + r * vocab;
+      std::memcpy(row, logits + r * vocab, vocab * sizeof(float));
+      for (int64_t i = r * entries; i < (r + 1) * entries && p.ids[i] >= 0; ++i) {
+        float& logit = row[p.ids[i]];
+        logit = logit > 0 ? logit / p.repetition[r] : logit * p.repetition[r];
+        logit -= p.frequency[r] * static_cast<float>(p.counts[i]);
+        if (p.counts[i] > 0) logit -= p.presence[r];
+      }
+    }
+  });
+}
+
 void logit_bias(const float* logits, const int32_t* ids, const float* values, float* out, int64_t rows,
                 int64_t vocab, int64_t entries) {
   parallel_for(rows, 1, [=](int64_t begin, int64_t end) {

@@ -26,6 +26,19 @@ struct SamplingRows {
   }
 };
 
+// mask [rows, ceil(vocab / 32)].
+void apply_mask(const float* logits, const int32_t* mask, float* out, int64_t rows, int64_t vocab);
+
+struct Penalties {
+  const int32_t* ids;  // [rows, entries], as `counts`
+  const int32_t* counts;
+  const float* repetition;
+  const float* frequency;
+  const float* presence;
+};
+
+void penalize(const float* logits, const Penalties& penalties, float* out, int64_t rows, int64_t vocab,
+              int64_t entries);
 void logit_bias(const float* logits, const int32_t* ids, const float* values, float* out, int64_t rows,
                 int64_t vocab, int64_t entries);
 void sample_greedy(const float* logits, int64_t* out, int64_t rows, int64_t vocab);

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from msgspec import UNSET, UnsetType
 
 from trnc.checkpoint.tokenizer import Tokenizer
 from trnc.errors import RequestError
+from trnc.serve.answer import AnswerParser, PlainAnswer, ToolCallPart, Tools
 from trnc.serve.generation import GenerationRequest, Generator, Output, collect, merge
 from trnc.serve.http import Answer
+from trnc.serve.markup import Markup
 from trnc.serve.openai.common import (
     UsageMeter,
     UsageOptions,
@@ -22,10 +24,10 @@ from trnc.serve.openai.common import (
     usage,
     usage_options,
 )
-from trnc.serve.openai.logprobs import chat_logprobs
+from trnc.serve.openai.deltas import DeltaMaker, message_of
+from trnc.serve.openai.logprobs import chat_logprobs, prompt_logprobs
 from trnc.serve.openai.messages import template_messages
 from trnc.serve.openai.protocol import (
-    AssistantMessage,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -33,11 +35,14 @@ from trnc.serve.openai.protocol import (
     ChatLogprobs,
     ChatRequest,
     ChoiceDelta,
+    FinishReason,
+    PromptLogprobs,
     Usage,
 )
 from trnc.serve.planner import RequestPlanner, choices
 from trnc.serve.prompt import PromptBuilder, template_options
 from trnc.serve.sampling import check_logprobs, choice_count
+from trnc.serve.tools.request import choose_tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,7 @@ class _Job:
     model: str
     usage: UsageOptions
     token_ids: bool
+    tools: Tools
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -70,12 +76,14 @@ class ChatServing:
         planner: RequestPlanner,
         prompts: PromptBuilder,
         tokenizer: Tokenizer,
+        markup: Markup,
         model_names: tuple[str, ...],
     ) -> None:
         self._generator = generator
         self._planner = planner
         self._prompts = prompts
         self._tokenizer = tokenizer
+        self._markup = markup
         self._model_names = model_names
 
     async def create(self, body: ChatRequest) -> Answer:
@@ -89,8 +97,18 @@ class ChatServing:
         max_tokens, max_tokens_param = _max_tokens(body)
         logprobs = _logprobs(body)
         count = choice_count(body.n)
-        template = template_options(
-            body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
+        tools = choose_tools(
+            body.tools,
+            body.tool_choice,
+            parallel=body.parallel_tool_calls is not False,
+            markup=self._markup,
+            tokenizer=self._tokenizer,
+        )
+        template = replace(
+            template_options(
+                body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
+            ),
+            tools=tools.tools,
         )
         messages = template_messages(body.messages)
         job_id = f"chatcmpl-{uuid.uuid4().hex}"
@@ -103,9 +121,22 @@ class ChatServing:
             max_tokens_param=max_tokens_param,
             default_max_tokens=None,
             logprobs=logprobs,
+            grammar=tools.grammar,
         )
-        requests = choices(request, count)
-        return _Job(job_id, requests, int(time.time()), model, options, bool(body.return_token_ids))
+        if self._markup.is_special(self._tokenizer, tools=bool(tools.tools)):
+            request = replace(request, skip_special_tokens=False)
+        return _Job(
+            id=job_id,
+            requests=choices(request, count),
+            created=int(time.time()),
+            model=model,
+            usage=options,
+            token_ids=bool(body.return_token_ids),
+            tools=tools.tools,
+        )
+
+    def _parser(self, job: _Job) -> AnswerParser:
+        return self._markup.parser(self._tokenizer, job.prompt_ids, job.tools)
 
     async def _complete(self, job: _Job) -> ChatCompletion:
         outputs = await collect([self._generator.stream(request) for request in job.requests])
@@ -116,13 +147,17 @@ class ChatServing:
             choices=[self._choice(job, i, output) for i, output in enumerate(outputs)],
             usage=usage(len(job.prompt_ids), dict(enumerate(outputs)), len(outputs), job.usage),
             prompt_token_ids=job.prompt_token_ids,
+            prompt_logprobs=self._prompt_logprobs(job, outputs[0]),
         )
 
     def _choice(self, job: _Job, index: int, output: Output) -> ChatChoice:
+        parser = self._parser(job)
+        parts = [*parser.push(output.text, ()), *parser.finish()]
+        called = any(isinstance(part, ToolCallPart) for part in parts)
         return ChatChoice(
             index=index,
-            message=AssistantMessage(output.text),
-            finish_reason=output.finish_reason,
+            message=message_of(parts),
+            finish_reason=_finish_reason(output, called=called),
             logprobs=self._logprobs_of(job, output),
             matched_stop=output.matched,
             stop_reason=stop_reason(output.matched, self._tokenizer.eos_token_ids),
@@ -138,35 +173,45 @@ class ChatServing:
             prompt_tokens=len(job.prompt_ids), choices=len(job.requests), options=job.usage
         )
         started: set[int] = set()
+        readers = [_Reader(self._parser(job)) for _ in job.requests]
         streams = [self._generator.stream(request) for request in job.requests]
         async with aclosing(merge(streams)) as outputs:
             async for index, output in outputs:
-                if index not in started:
+                if index not in started and (output.token_ids or output.finish_reason):
                     role = ChatChunkChoice(index, ChoiceDelta("assistant", ""))
                     prompt = UNSET if started else job.prompt_token_ids
                     yield _chunk(job, [role], meter.of_chunk(), prompt)
                     started.add(index)
                 meter.note(index, output)
-                if output.text or output.tokens or job.token_ids:
-                    yield _chunk(job, [self._part(job, index, output)], meter.of_chunk())
+                for part in self._parts(job, index, output, readers[index]):
+                    yield _chunk(job, [part], meter.of_chunk())
                 if output.finish_reason is not None:
-                    yield _chunk(job, [self._end(index, output)], meter.of_chunk())
+                    end = self._end(index, output, called=readers[index].called)
+                    yield _chunk(job, [end], meter.of_chunk())
         if job.usage.at_end:
             yield _chunk(job, [], meter.total())
 
-    def _part(self, job: _Job, index: int, output: Output) -> ChatChunkChoice:
-        return ChatChunkChoice(
-            index=index,
-            delta=ChoiceDelta(None, output.text),
-            logprobs=self._logprobs_of(job, output),
-            token_ids=output.token_ids if job.token_ids else UNSET,
-        )
+    def _parts(
+        self, job: _Job, index: int, output: Output, reader: _Reader
+    ) -> Iterator[ChatChunkChoice]:
+        """Yield a choice for each part of the answer; the first has what is said of the tokens."""
+        deltas = list(reader.read(output))
+        if not deltas and (output.tokens or (job.token_ids and output.token_ids)):
+            deltas = [ChoiceDelta(content="")]
+        for i, delta in enumerate(deltas):
+            first = ChatChunkChoice(
+                index=index,
+                delta=delta,
+                logprobs=self._logprobs_of(job, output),
+                token_ids=output.token_ids if job.token_ids else UNSET,
+            )
+            yield ChatChunkChoice(index=index, delta=delta) if i else first
 
-    def _end(self, index: int, output: Output) -> ChatChunkChoice:
+    def _end(self, index: int, output: Output, *, called: bool) -> ChatChunkChoice:
         return ChatChunkChoice(
             index=index,
             delta=ChoiceDelta(),
-            finish_reason=output.finish_reason,
+            finish_reason=_finish_reason(output, called=called),
             matched_stop=output.matched,
             stop_reason=stop_reason(output.matched, self._tokenizer.eos_token_ids),
         )
@@ -175,6 +220,38 @@ class ChatServing:
         if job.requests[0].sampling.logprobs is None:
             return None
         return chat_logprobs(output.tokens, self._tokenizer)
+
+    def _prompt_logprobs(self, job: _Job, output: Output) -> PromptLogprobs | UnsetType:
+        if job.requests[0].sampling.prompt_logprobs is None:
+            return UNSET
+        return prompt_logprobs(job.prompt_ids, output.prompt_logprobs, self._tokenizer)
+
+
+class _Reader:
+    """Reads one choice of a stream; `called` says that it has a tool call."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self._parser = parser
+        self._maker = DeltaMaker() if not isinstance(parser, PlainAnswer) else None
+
+    @property
+    def called(self) -> bool:
+        return self._maker is not None and self._maker.called
+
+    def read(self, output: Output) -> Iterator[ChoiceDelta]:
+        """Yield what an output adds to the message."""
+        if self._maker is None:
+            if output.text:
+                yield ChoiceDelta(content=output.text)
+            return
+        yield from self._maker.deltas(self._parser.push(output.text, ()))
+        if output.finish_reason is not None:
+            yield from self._maker.deltas(self._parser.finish())
+            yield from self._maker.rest()
+
+
+def _finish_reason(output: Output, *, called: bool) -> FinishReason | None:
+    return "tool_calls" if called and output.finish_reason == "stop" else output.finish_reason
 
 
 def _max_tokens(body: ChatRequest) -> tuple[int | None, str]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from msgspec import UNSET, UnsetType, structs
 
 from trnc.checkpoint.tokenizer import Tokenizer
+from trnc.core import TokenLogprobs
 from trnc.errors import RequestError
 from trnc.serve.engine_client import EngineClient
 from trnc.serve.generation import GenerationRequest, Generator, Output, collect, merge
@@ -23,17 +25,24 @@ from trnc.serve.openai.common import (
     usage,
     usage_options,
 )
-from trnc.serve.openai.logprobs import completion_logprobs
+from trnc.serve.openai.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
 from trnc.serve.openai.protocol import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
+    PromptLogprobs,
     Usage,
 )
 from trnc.serve.planner import RequestPlanner, choices
 from trnc.serve.prompt import PromptBuilder
-from trnc.serve.sampling import MAX_ANSWERS, check_answers, check_logprobs, choice_count
+from trnc.serve.sampling import (
+    MAX_ANSWERS,
+    check_answers,
+    check_logprobs,
+    choice_count,
+    need_feature,
+)
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -50,10 +59,15 @@ class _Job:
     usage: UsageOptions
     logprobs: bool
     token_ids: bool
+    echo: bool
+    prompt_logprobs: bool
 
     @property
     def prompt_tokens(self) -> int:
         return sum(len(request.prompt_ids) for request in self.requests[:: self.choices])
+
+    def prompt_of(self, index: int) -> tuple[int, ...]:
+        return self.requests[index].prompt_ids
 
 
 class CompletionServing:
@@ -104,6 +118,9 @@ class CompletionServing:
             )
             for index, prompt_ids in enumerate(encoded)
         ]
+        if body.echo and logprobs is not None:
+            _check_echo(count)
+            requests = [self._scored(request, logprobs) for request in requests]
         return _Job(
             id=job_id,
             requests=[choice for request in requests for choice in choices(request, count)],
@@ -113,7 +130,15 @@ class CompletionServing:
             usage=options,
             logprobs=logprobs is not None,
             token_ids=bool(body.return_token_ids),
+            echo=bool(body.echo),
+            prompt_logprobs=body.prompt_logprobs is not None,
         )
+
+    def _scored(self, request: GenerationRequest, logprobs: int) -> GenerationRequest:
+        """Ask for the log-probabilities of the prompt, too: it is a part of the text."""
+        need_feature("echo", "prompt_logprobs", self._engine.info.features)
+        wanted = max(logprobs, request.sampling.prompt_logprobs or 0)
+        return replace(request, sampling=replace(request.sampling, prompt_logprobs=wanted))
 
     async def _complete(self, job: _Job) -> Completion:
         outputs = await collect([self._generator.stream(request) for request in job.requests])
@@ -126,11 +151,16 @@ class CompletionServing:
         meter = UsageMeter(prompt_tokens=job.prompt_tokens, choices=job.choices, options=job.usage)
         streams = [self._generator.stream(request) for request in job.requests]
         started: set[int] = set()
+        scores: dict[int, tuple[TokenLogprobs, ...]] = defaultdict(tuple)
         async with aclosing(merge(streams)) as outputs:
             async for index, output in outputs:
                 meter.note(index, output)
-                if output.text or output.tokens or job.token_ids:
-                    part = self._choice(job, index, output, whole=False, first=index not in started)
+                scores[index] += output.prompt_logprobs
+                begins = index not in started and bool(output.token_ids or output.finish_reason)
+                shows = output.text or output.tokens or (job.token_ids and output.token_ids)
+                if shows or (begins and (job.echo or job.prompt_logprobs)):
+                    whole = replace(output, prompt_logprobs=scores[index])
+                    part = self._choice(job, index, whole, whole=False, first=index not in started)
                     started.add(index)
                     yield _completion(job, [part], meter.of_chunk())
                 if output.finish_reason is not None:
@@ -145,15 +175,49 @@ class CompletionServing:
         logprobs: CompletionLogprobs | None = None
         if job.logprobs:
             logprobs = completion_logprobs(output.tokens, self._tokenizer)
+        text = output.text
+        if job.echo:
+            prompt = self._tokenizer.decode(job.prompt_of(index))
+            text = prompt + text if first else text
+            logprobs = logprobs and self._with_prompt(logprobs, job, index, output, first=first)
         end = self._end(index, output) if whole else CompletionChoice(index, "")
-        prompt_ids = job.requests[index].prompt_ids
+        prompt_ids = job.prompt_of(index)
         return structs.replace(
             end,
-            text=output.text,
+            text=text,
             logprobs=logprobs,
+            prompt_logprobs=self._prompt_logprobs(job, index, output) if first else UNSET,
             token_ids=output.token_ids if job.token_ids else UNSET,
             prompt_token_ids=prompt_ids if job.token_ids and first else UNSET,
         )
+
+    def _with_prompt(
+        self,
+        logprobs: CompletionLogprobs,
+        job: _Job,
+        index: int,
+        output: Output,
+        *,
+        first: bool,
+    ) -> CompletionLogprobs:
+        """Move the answer's offsets behind the prompt; the first part begins with the prompt's."""
+        prompt_ids = job.prompt_of(index)
+        offset = len(self._tokenizer.decode(prompt_ids))
+        moved = structs.replace(logprobs, text_offset=[offset + o for o in logprobs.text_offset])
+        if not first:
+            return moved
+        echoed = echoed_logprobs(prompt_ids, output.prompt_logprobs, self._tokenizer)
+        return CompletionLogprobs(
+            echoed.tokens + moved.tokens,
+            echoed.token_logprobs + moved.token_logprobs,
+            echoed.top_logprobs + moved.top_logprobs,
+            echoed.text_offset + moved.text_offset,
+        )
+
+    def _prompt_logprobs(self, job: _Job, index: int, output: Output) -> PromptLogprobs | UnsetType:
+        if not job.prompt_logprobs or index % job.choices:
+            return UNSET
+        return prompt_logprobs(job.prompt_of(index), output.prompt_logprobs, self._tokenizer)
 
     def _end(self, index: int, output: Output) -> CompletionChoice:
         return CompletionChoice(
@@ -163,6 +227,11 @@ class CompletionServing:
             matched_stop=output.matched,
             stop_reason=stop_reason(output.matched, self._tokenizer.eos_token_ids),
         )
+
+
+def _check_echo(count: int) -> None:
+    if count > 1:
+        raise RequestError("'echo' with 'logprobs' gives one choice: set 'n' to 1.", param="n")
 
 
 def split_prompt(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:

@@ -12,14 +12,12 @@ from trnc.serve.body import Inert, Refused
 _NO = Refused()
 _FALSE = Refused((None, False))
 _ZERO = Refused((None, 0, 0.0))
-_ONE = Refused((None, 1, 1.0))
 _EMPTY_LIST = Refused((None, []))
 
 INERT = {
     "user": Inert(str, "an identifier for the caller's own records"),
     "safety_identifier": Inert(str, "an identifier for the caller's own records"),
     "metadata": Inert(dict[str, Any], "labels for stored answers; nothing is stored"),
-    "parallel_tool_calls": Inert(bool, "only matters with `tools`, which are refused"),
     "spaces_between_special_tokens": Inert(
         bool, "the `tokenizers` library joins special tokens as the tokenizer's own decoder says"
     ),
@@ -27,29 +25,14 @@ INERT = {
 }
 
 _COMMON = {
-    "frequency_penalty": _ZERO,
-    "presence_penalty": _ZERO,
-    "repetition_penalty": _ONE,
     "service_tier": Refused((None, "auto", "default")),
-    "min_tokens": _ZERO,
     "priority": _ZERO,
-    "structured_outputs": _NO,
-    "guided_json": _NO,
-    "guided_regex": _NO,
-    "guided_choice": _NO,
-    "guided_grammar": _NO,
-    "regex": _NO,
-    "ebnf": _NO,
-    "json_schema": _NO,
 }
 
 CHAT_REFUSED = {
     **_COMMON,
-    "tools": _EMPTY_LIST,
-    "tool_choice": Refused((None, "none", "auto")),
     "functions": _EMPTY_LIST,
     "function_call": Refused((None, "none", "auto")),
-    "response_format": Refused((None, {"type": "text"})),
     "modalities": Refused((None, ["text"])),
     "audio": _NO,
     "prediction": _NO,
@@ -65,21 +48,16 @@ CHAT_REFUSED = {
 
 COMPLETION_REFUSED = {
     **_COMMON,
-    "echo": _FALSE,
     "suffix": Refused((None, "")),
-    "response_format": Refused((None, {"type": "text"})),
 }
 
 # Clients send an assistant's message back as they got it, with these fields empty.
 MESSAGE_REFUSED = {
-    "tool_calls": _EMPTY_LIST,
-    "tool_call_id": _NO,
     "function_call": _NO,
     "refusal": _NO,
     "audio": _NO,
     "annotations": _EMPTY_LIST,
     "reasoning": Refused((None, "")),
-    "reasoning_content": Refused((None, "")),
 }
 
 STREAM_OPTIONS_REFUSED = {

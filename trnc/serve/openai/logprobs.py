@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trnc.checkpoint.tokenizer import Tokenizer
+from trnc.checkpoint.tokenizer import Detokenizer, Tokenizer
+from trnc.core import TokenLogprobs
 from trnc.serve.openai.protocol import (
     ChatLogprobs,
     CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
     TokenLogprob,
     TopLogprob,
 )
@@ -37,6 +40,47 @@ def completion_logprobs(tokens: Sequence[ShownToken], tokenizer: Tokenizer) -> C
         result.text_offset.append(token.offset)
         top = {token_name(i, tokenizer): _finite(value) for i, value in token.logprobs.top}
         result.top_logprobs.append({**top, name: logprob})
+    return result
+
+
+def prompt_logprobs(
+    prompt_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer
+) -> PromptLogprobs:
+    """Return vLLM's shape of the prompt's log-probabilities; the first token has none."""
+    shaped: PromptLogprobs = [None]
+    for token_id, entry in zip(prompt_ids[1:], entries, strict=True):
+        ranked: list[tuple[int, float, int | None]] = [
+            (i, value, rank) for rank, (i, value) in enumerate(entry.top, start=1)
+        ]
+        if token_id not in {i for i, _, _ in ranked}:
+            ranked.append((token_id, entry.logprob, None))
+        shaped.append(
+            {
+                str(i): PromptLogprob(_finite(value), rank, token_name(i, tokenizer))
+                for i, value, rank in ranked
+            }
+        )
+    return shaped
+
+
+def echoed_logprobs(
+    prompt_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer
+) -> CompletionLogprobs:
+    """Return completions' shape of the prompt's log-probabilities, for `echo`."""
+    result = CompletionLogprobs([], [], [], [])
+    text, offset = Detokenizer(tokenizer), 0
+    for token_id, entry in zip(prompt_ids, [None, *entries], strict=True):
+        name = token_name(token_id, tokenizer)
+        result.tokens.append(name)
+        result.text_offset.append(offset)
+        offset += len(text.push([token_id]))
+        if entry is None:
+            result.token_logprobs.append(None)
+            result.top_logprobs.append(None)
+            continue
+        result.token_logprobs.append(_finite(entry.logprob))
+        top = {token_name(i, tokenizer): _finite(value) for i, value in entry.top}
+        result.top_logprobs.append({**top, name: _finite(entry.logprob)})
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from trnc.errors import RequestError, nearest
@@ -9,8 +10,14 @@ from trnc.serve.body import convert_object
 from trnc.serve.openai.protocol import MESSAGE_RULES, TEXT_PART_RULES, Message
 
 # Templates know no `developer`: it is OpenAI's newer name for the same thing.
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_NOT_YET = ("tool", "function")
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_NOT_YET = ("function",)
 
 
 def template_messages(raw: list[Any]) -> list[dict[str, Any]]:
@@ -28,10 +35,44 @@ def template_messages(raw: list[Any]) -> list[dict[str, Any]]:
 def _template_message(value: Any, path: str) -> dict[str, Any]:
     _check_role(value, path)
     message = convert_object(value, MESSAGE_RULES, path=path)
-    if message.content is None:
+    if message.content is None and not message.tool_calls:
         raise RequestError(f"'{path}.content' must be text.", param=f"{path}.content")
-    rendered = {"role": _ROLES[message.role], "content": _content(message, path)}
-    return rendered if message.name is None else {**rendered, "name": message.name}
+    for field, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+        if getattr(message, field) and message.role != role:
+            where = f"{path}.{field}"
+            raise RequestError(f"'{where}' belongs to a message of role {role}.", param=where)
+    rendered = {
+        "role": _ROLES[message.role],
+        "content": None if message.content is None else _content(message, path),
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content or None,
+        "tool_calls": _tool_calls(message, path) or None,
+    }
+    return {key: value for key, value in rendered.items() if value is not None}
+
+
+def _tool_calls(message: Message, path: str) -> list[dict[str, Any]]:
+    """Return calls as templates want them: with their arguments as an object, not as its text."""
+    return [
+        _tool_call(call, f"{path}.tool_calls[{i}]")
+        for i, call in enumerate(message.tool_calls or [])
+    ]
+
+
+def _tool_call(call: dict[str, Any], path: str) -> dict[str, Any]:
+    function = call.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str):
+        raise RequestError(f"'{path}.function' must have a 'name'.", param=f"{path}.function")
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            where = f"{path}.function.arguments"
+            raise RequestError(f"'{where}' is not valid JSON.", param=where) from None
+    return {**call, "function": {"name": name, "arguments": arguments}}
 
 
 def _check_role(value: Any, path: str) -> None:

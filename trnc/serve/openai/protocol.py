@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from trnc.serve.body import BodyRules
 from trnc.serve.openai import fields
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 # What ended a text. `matched_stop` (SGLang's name) is the stop string, the pattern or the token id,
 # the eos ids included; `stop_reason` (vLLM's) is the same, but null for eos.
 Stop = str | int | None
@@ -46,6 +46,24 @@ class _SamplingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     speculation_stats: bool | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    prompt_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    min_tokens: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    thinking_token_budget: int | None = None
 
 
 class ChatRequest(_SamplingRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,6 +76,9 @@ class ChatRequest(_SamplingRequest, frozen=True, kw_only=True, forbid_unknown_fi
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionRequest(_SamplingRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,6 +87,7 @@ class CompletionRequest(_SamplingRequest, frozen=True, kw_only=True, forbid_unkn
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     best_of: int | None = None
+    echo: bool | None = None
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +96,9 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
 
 class TextPart(msgspec.Struct, frozen=True):
@@ -137,12 +162,53 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
-class AssistantMessage(msgspec.Struct, frozen=True):
-    """The answer of a chat."""
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """One token of the prompt, or an alternative to it, in vLLM's shape.
 
-    content: str
+    `rank` counts from 1 among the alternatives that were asked for; null beyond them.
+    """
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+# For each token of the prompt; the first one has none.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class Function(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The function of a call; a chunk has more of its `arguments`, the first one its `name`."""
+
+    arguments: str
+    name: str | None = None
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A tool call of an answer; `arguments` are JSON as text."""
+
+    id: str
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a chunk adds to a call. The first one of a call has its id."""
+
+    index: int
+    function: Function
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
+class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of a chat. `content` is null where it is tool calls alone."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -167,6 +233,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     system_fingerprint: None = None
 
 
@@ -175,6 +242,8 @@ class ChoiceDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
@@ -206,8 +275,8 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities in completions' shape; offsets are characters of the choice's text."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -222,6 +291,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     stop_reason: Stop | UnsetType = UNSET
     token_ids: tuple[int, ...] | UnsetType = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True):

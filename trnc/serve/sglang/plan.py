@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 GREEDY_BELOW = 1e-6  # SGLang takes such a temperature for 0
 # What is called otherwise here than in the shared layer.
-_OTHER_NAMES = {"seed": "sampling_seed"}
+_OTHER_NAMES = {"seed": "sampling_seed", "min_tokens": "min_new_tokens"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,25 @@ class _Fields:
     include_stop_str_in_output: bool | None
     no_stop_trim: bool | None
     skip_special_tokens: bool | None
+    repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    json_schema: str | None
+    regex: str | None
+    ebnf: str | None
+    structural_tag: str | None
+    min_tokens: int | None
+    # What SGLang has no name for.
+    prompt_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    thinking_token_budget: int | None = None
 
 
 def prompts_of(body: GenerateRequest) -> tuple[list[str | list[int]], str, bool]:
@@ -117,6 +136,7 @@ def plan_parts(
                 default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
                 logprobs=logprobs[i],
                 max_temperature=None,
+                penalize_prompt=False,
             )
         except RequestError as error:
             raise _renamed(error, path) from None
@@ -219,6 +239,14 @@ def _fields(params: SamplingRequest) -> _Fields:
         include_stop_str_in_output=None,
         no_stop_trim=params.no_stop_trim,
         skip_special_tokens=params.skip_special_tokens,
+        repetition_penalty=params.repetition_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        json_schema=params.json_schema,
+        regex=params.regex,
+        ebnf=params.ebnf,
+        structural_tag=params.structural_tag,
+        min_tokens=params.min_new_tokens,
     )
 
 

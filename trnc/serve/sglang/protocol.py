@@ -48,6 +48,14 @@ class SamplingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     stream_interval: int | None = None
     logit_bias: dict[str, float] | None = None
     sampling_seed: int | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    min_new_tokens: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
 
 
 _NO = Refused()
@@ -84,15 +92,7 @@ SAMPLING_INERT = {
     ),
 }
 SAMPLING_REFUSED = {
-    "frequency_penalty": Refused((None, 0, 0.0)),
-    "presence_penalty": Refused((None, 0, 0.0)),
-    "repetition_penalty": Refused((None, 1, 1.0)),
-    "min_new_tokens": Refused((None, 0)),
     "beam_width": Refused((None, 1)),
-    "json_schema": _NO,
-    "regex": _NO,
-    "ebnf": _NO,
-    "structural_tag": _NO,
     "custom_params": _NO,
 }
 GENERATE_RULES = BodyRules(GenerateRequest, GENERATE_INERT, GENERATE_REFUSED)
