@@ -69,7 +69,7 @@ def certify(rule: Rule, seeds: int = 8) -> Failure | None:
     fulfilled = 0
     for seed in range(seeds):
         environment = draw(rule, seed)
-        if not all(_holds(parse(with_constants(c)), environment) for c in rule.when):
+        if not _all_hold(rule, environment):
             continue
         fulfilled += 1
         left, right = (
@@ -79,6 +79,10 @@ def certify(rule: Rule, seeds: int = 8) -> Failure | None:
             return Failure(rule, environment)
     assert fulfilled, f"rule '{rule.name}': no draw fulfils {rule.when}"
     return None
+
+
+def _all_hold(rule: Rule, environment: Environment) -> bool:
+    return all(_holds(parse(with_constants(c)), environment) for c in rule.when)
 
 
 def agree(left: Any, right: Any) -> bool:
@@ -244,8 +248,8 @@ def draw(rule: Rule, seed: int) -> Environment:
     if rule.draw == "attention":
         return env | _attention(dice, generator)
     for word in rule.draw.split():
-        name, _, kind = word.partition(":")
-        letter, _, inside = kind.partition("[")
+        name, _, kinds = word.partition(":")
+        letter, _, inside = dice.choice(kinds.split("|")).partition("[")
         dims = [_size(text, sizes) for text in inside.removesuffix("]").split(",") if text]
         env[name] = _DRAWS[letter](dims, dice, generator)
     return _as_bools(env) if env.get("f") in ("and", "or") else env
