@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import requests
 import schemathesis
@@ -14,6 +15,9 @@ from schemathesis.checks import CHECKS, load_all_checks
 
 from tests.serve.harness import Server, Setup, running
 from trnc.serve.listening import ServeOptions
+from trnc.serve.messages.protocol import MESSAGES_RULES
+from trnc.serve.openai.protocol import CHAT_RULES
+from trnc.serve.responses.protocol import RESPONSES_RULES
 
 KEY = "a-key"
 
@@ -45,6 +49,22 @@ def test_it_is_valid_and_has_every_route(server, document):
         (method.upper(), path) for path, item in document["paths"].items() for method in item
     }
     assert described == {(method, path.replace(":path", "")) for method, path in routes}
+
+
+@pytest.mark.parametrize(
+    ("path", "rules"),
+    [
+        ("/v1/chat/completions", CHAT_RULES),
+        ("/v1/responses", RESPONSES_RULES),
+        ("/v1/messages", MESSAGES_RULES),
+    ],
+)
+def test_every_field_of_a_body_is_described(document, path, rules):
+    body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    fields = {field.encode_name for field in msgspec.structs.fields(rules.struct)}
+    assert set(body["properties"]) == {*fields, *rules.inert, *rules.refused}
+    for name, rule in rules.refused.items():
+        assert body["properties"][name] == {"enum": list(rule.neutral)}
 
 
 def test_the_fuzzer_finds_no_fault(server, document):
