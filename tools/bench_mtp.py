@@ -35,6 +35,8 @@ from trnc.engine.messages import Deltas, Shutdown, Submit, ToApi, ToEngine
 from trnc.engine.scheduler import Scheduler
 from trnc.engine.trace import discard
 
+PROMPTS = 200  # held-out prompts in all; there are hardly more
+
 console = Console(stderr=True)
 
 
@@ -168,7 +170,7 @@ def _requests(
 ) -> Iterator[list[Submit]]:
     """Yield batches of prompts, as many a stream as make a batch long enough to time."""
     tokenizer = load_tokenizer(resolve(model, report=quiet))
-    prompts = [p for p in compose("held_out", 40 * batches, seed=1) if p.domain in domains]
+    prompts = [p for p in compose("held_out", PROMPTS, seed=1) if p.domain in domains]
     size = 2 * streams
     sampling = SamplingParams(temperature=temperature)
     eos = tuple(tokenizer.eos_token_ids)
