@@ -38,9 +38,10 @@ from trnc.equiv.lock import (
 from trnc.equiv.page import html_page
 from trnc.equiv.report import format_diff
 from trnc.errors import TrncError
+from trnc.presets import preset_names
 
 LOCKED = (
-    *(("smollm2-135m", preset) for preset in ("default", "batch8", "batch16")),
+    *(("smollm2-135m", preset) for preset in preset_names()),
     *(("tiny-glm", preset) for preset in ("default", "batch8")),
     *(("tiny-glm", f"mtp-{kind}") for kind in ("dynamic", "always", "latency", "throughput")),
 )
