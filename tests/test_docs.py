@@ -13,7 +13,7 @@ import typer
 
 from trnc.cli.main import app
 from trnc.ops.native import TARGETS
-from trnc.presets import Preset, parse_preset
+from trnc.presets import Preset, TrainiumOptions, parse_preset
 
 ROOT = Path(__file__).parents[1]
 CONFIGURATION = (ROOT / "docs" / "CONFIGURATION.md").read_text()
@@ -42,12 +42,18 @@ def test_every_documented_flag_exists():
 
 def test_every_preset_key_is_documented_with_its_default():
     for field in fields(Preset):
-        if field.name == "name":
+        if field.name in ("name", "trainium"):
             continue
         row = re.search(rf"^\| `{field.name}` \|.*$", CONFIGURATION, re.MULTILINE)
         assert row is not None, field.name
         default = row.group().split(" | ")[2].strip("`")
         assert default in ("required", str(field.default).lower(), f'"{field.default}"')
+
+
+def test_every_key_of_the_trainium_table_is_documented():
+    table = (ROOT / "docs" / "TRAINIUM.md").read_text()
+    assert not [f.name for f in fields(TrainiumOptions) if f"`trainium.{f.name}`" not in table]
+    assert "| `trainium` |" in CONFIGURATION
 
 
 def test_the_preset_example_is_valid():

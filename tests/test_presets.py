@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trnc.errors import ConfigError
-from trnc.presets import Preset, load_preset, parse_preset, preset_names
+from trnc.presets import Preset, TrainiumOptions, load_preset, parse_preset, preset_names
 
 GOOD = {
     "description": '"test"',
@@ -151,3 +152,19 @@ def test_presets_are_data():
     assert all(field.init for field in fields(Preset))
     with pytest.raises(AttributeError):
         load_preset("default").max_context = 1  # type: ignore[misc]
+
+
+def test_the_table_of_trainium_is_checked_like_the_rest() -> None:
+    text = 'description = "d"\ndecode_rows = [1]\nprefill_tokens = [16]\nmax_context = 4096\n'
+    parsed = parse_preset(text + "[trainium]\nranks = 4\ncontext_buckets = [512]\n", name="t")
+    assert parsed.trainium == TrainiumOptions(context_buckets=(512,), ranks=4)
+    for table, said in {
+        "[trainium]\nrank = 4": "unknown key 'trainium.rank'. Did you mean 'ranks'?",
+        "[trainium]\nlnc = 3": "'trainium.lnc' must be 1 or 2, got 3",
+        "[trainium]\ncontext_buckets = [500]": "'trainium.context_buckets' must be ascending",
+        "[trainium]\nmatmul = 'fp8'": "'trainium.matmul' must be one of float32, bfloat16",
+    }.items():
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            parse_preset(text + table, name="t")
+    with pytest.raises(ConfigError, match="'trainium' must be a table"):
+        parse_preset(text + "trainium = 3", name="t")

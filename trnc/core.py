@@ -12,8 +12,7 @@ from typing import Literal
 Step = Literal["prefill", "decode", "draft", "verify"]
 Sampling = Literal["greedy", "sample"]
 FinishReason = Literal["stop", "length", "abort", "error"]
-MAX_LOGPROBS = 20  # the width of the logprobs stage; OpenAI's own limit
-MAX_LOGIT_BIAS = 512  # the width of the logit_bias stage; entries above are a 400
+MAX_LOGPROBS, MAX_LOGIT_BIAS = 20, 512  # the widths of these stages; more is a 400
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -33,6 +32,7 @@ class VariantKey:
     mask: bool = False
     penalties: int = 0
     prompt_logprobs: bool = False
+    context: int = 0  # the most tokens of a sequence; 0: the graph does not depend on it
 
     @property
     def logit_rows(self) -> int:
@@ -45,8 +45,8 @@ class VariantKey:
         flags = "".join(f"+{name}" for name in names if getattr(self, name))
         flags += f"+penalties{self.penalties}" if self.penalties else ""
         size = f"{self.tokens}x{self.rows}" if self.step == "prefill" else f"{self.rows}"
-        depth = f"d{self.depth}" if self.depth else ""
-        return f"{self.step}-{size}{depth}/{self.sampling}{flags}"
+        size += f"d{self.depth}" * bool(self.depth) + f"@{self.context}" * bool(self.context)
+        return f"{self.step}-{size}/{self.sampling}{flags}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from trnc.errors import ConfigError, nearest
 
@@ -24,6 +24,27 @@ FEATURES: Mapping[str, str] = {
     "penalties": "repetition, frequency and presence penalties",
     "prompt_logprobs": "log-probabilities of the prompt",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class TrainiumOptions:
+    """The table `[trainium]` of a preset: what only that backend needs to know.
+
+    `context_buckets` are the static context lengths, beside the longest one (see
+    `trnc.compiler.matrix.context_buckets`). `ranks` is the number of logical cores that share the
+    model, `lnc` how many physical ones each of them has. `matmul` is what products of bf16 weights
+    are computed in (sums are f32 in both). The others are handed to `neuronx-cc`: its model type,
+    its automatic casts, and the optimisation level of each kind of step.
+    """
+
+    context_buckets: tuple[int, ...] = ()
+    ranks: int = 1
+    lnc: int = 2
+    matmul: Literal["float32", "bfloat16"] = "float32"
+    model_type: str = "transformer"
+    auto_cast: Literal["none", "matmult", "all"] = "none"
+    prefill_opt_level: int = 1
+    decode_opt_level: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +84,7 @@ class Preset:
     penalties: bool = False
     penalty_buckets: tuple[int, ...] = (64, 512)
     prompt_logprobs: bool = False
+    trainium: TrainiumOptions = TrainiumOptions()
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -145,8 +167,9 @@ def parse_preset(text: str, *, name: str) -> Preset:
     for key in table:
         if key not in known:
             raise ConfigError(f"preset '{name}': unknown key '{key}'.{nearest(key, known)}")
+    options = table.pop("trainium", {})
     values = {key: _typed(name, key, value) for key, value in table.items()}
-    values["name"] = name
+    values |= {"name": name, "trainium": _trainium(name, options)}
     missing = [f.name for f in fields(Preset) if f.default is MISSING and f.name not in values]
     if missing:
         raise ConfigError(f"preset '{name}': missing key '{missing[0]}'")
@@ -175,15 +198,32 @@ def with_features(
     return changed
 
 
-def _typed(name: str, key: str, value: Any) -> Any:
+def _trainium(name: str, table: Any) -> TrainiumOptions:
+    """Check the table `[trainium]`."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"preset '{name}': 'trainium' must be a table, got {table!r}")
+    known = [f.name for f in fields(TrainiumOptions)]
+    for key in table:
+        if key not in known:
+            near = nearest(key, known)
+            raise ConfigError(f"preset '{name}': unknown key 'trainium.{key}'.{near}")
+    prefix = "trainium."
+    values = {
+        key: _typed(name, key, value, TrainiumOptions, prefix) for key, value in table.items()
+    }
+    return TrainiumOptions(**values)
+
+
+def _typed(name: str, key: str, value: Any, of: type = Preset, prefix: str = "") -> Any:
     """Check one TOML value against the annotation of the field it sets."""
-    wanted = get_type_hints(Preset)[key]
+    wanted = get_type_hints(of)[key]
+    key = prefix + key
     if wanted == tuple[int, ...]:
         if isinstance(value, list) and all(type(v) is int for v in value):
             return tuple(value)
         raise ConfigError(f"preset '{name}': '{key}' must be a list of integers, got {value!r}")
-    if wanted is KvDtype:
-        choices = KvDtype.__args__
+    if get_origin(wanted) is Literal:
+        choices = get_args(wanted)
         if value in choices:
             return value
         raise ConfigError(
@@ -215,3 +255,24 @@ def _validate(preset: Preset) -> None:
     check(preset.page_size in (16, 32, 64), "page_size", "16, 32 or 64")
     check(preset.max_context >= preset.page_size, "max_context", "at least one page")
     check(preset.kv_memory_mib >= 0, "kv_memory_mib", "0 (automatic) or more")
+    _validate_trainium(preset)
+
+
+def _validate_trainium(preset: Preset) -> None:
+    options, page = preset.trainium, preset.page_size
+    buckets = options.context_buckets
+    rules = {
+        "context_buckets": (
+            buckets == tuple(sorted(set(buckets)))
+            and all(b > 0 and b % page == 0 for b in buckets),
+            f"ascending multiples of the page size, {page}",
+        ),
+        "ranks": (options.ranks >= 1, "1 or more"),
+        "lnc": (options.lnc in (1, 2), "1 or 2"),
+        "prefill_opt_level": (options.prefill_opt_level in (1, 2, 3), "1, 2 or 3"),
+        "decode_opt_level": (options.decode_opt_level in (1, 2, 3), "1, 2 or 3"),
+    }
+    for key, (ok, rule) in rules.items():
+        if not ok:
+            got = getattr(options, key)
+            raise ConfigError(f"preset '{preset.name}': 'trainium.{key}' must be {rule}, got {got}")

@@ -57,6 +57,25 @@ def test_the_smallest_bucket_with_just_what_is_needed(
     assert key.logit_bias == any(s.logit_bias for s in picking)
 
 
+@given(
+    starts=st.lists(st.integers(0, PRESET.max_context - 1), min_size=1, max_size=8),
+    contexts=st.sets(st.integers(1, PRESET.max_context - 1), max_size=3),
+)
+def test_the_shortest_context_bucket_that_holds_every_sequence(
+    starts: list[int], contexts: set[int]
+) -> None:
+    buckets = (*sorted(contexts), PRESET.max_context)
+    catalog = Catalog.of(variant_matrix(PRESET, buckets))
+    greedy = SamplingParams()
+    sequences = tuple(
+        SequencePlan(slot, start, 1, (1,), (slot + 1,), True, 0, greedy)
+        for slot, start in enumerate(starts)
+    )
+    key = catalog.select(StepPlan("decode", sequences))
+    assert key.context == min(bucket for bucket in buckets if bucket > max(starts))
+    assert key.rows == min(rows for rows in PRESET.decode_rows if rows >= len(starts))
+
+
 @pytest.mark.parametrize(
     ("unknown", "said"),
     [

@@ -13,7 +13,8 @@ from typing import Literal
 from trnc.errors import ConfigError
 from trnc.presets import Preset, load_preset, with_features
 
-Backend = Literal["inductor", "eager"]
+Backend = Literal["inductor", "eager", "xla-cpu", "neuron"]
+CompileBackend = Literal["inductor", "eager", "trainium"]
 Loop = Literal["overlapped", "plain"]
 
 

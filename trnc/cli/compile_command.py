@@ -49,7 +49,7 @@ def trace_and_show(
     config: ProgramConfig, target: Target, store: Store, console: Console
 ) -> BuildPlan:
     """Trace every stage with a progress bar, then print what there is and what is missing."""
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("tracing", total=None)
 
         def tracing(done: int, total: int, label: str) -> None:
@@ -146,7 +146,7 @@ def _cannot_finish(plan: BuildPlan, left: tuple[Unfinished, ...]) -> str:
 
 @contextmanager
 def _compiling(plan: BuildPlan, console: Console) -> Iterator[Callable[[int, int, str], None]]:
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("compiling", total=len(plan.missing), visible=bool(plan.missing))
 
         def compiled(done: int, total: int, label: str) -> None:
@@ -157,7 +157,8 @@ def _compiling(plan: BuildPlan, console: Console) -> Iterator[Callable[[int, int
         yield compiled
 
 
-def _progress(console: Console) -> Progress:
+def progress_bar(console: Console) -> Progress:
+    """A progress bar that says what is done now, how much, and for how long."""
     return Progress(
         TextColumn("{task.description:<28}"),
         BarColumn(),

@@ -62,8 +62,8 @@ def start(
     begun = time.perf_counter()
     with without_collections():
         import_torch()
-        if arguments.backend == "eager":
-            complete_torch()  # the reference runs on the whole torch
+        if arguments.backend != "inductor":
+            complete_torch()  # the reference runs on the whole torch, and lowering traces
         from trnc.runtime.packed_store import packed_root
         from trnc.runtime.start import StartOptions, require_cache, start_executor
     imports = time.perf_counter() - begun
@@ -75,6 +75,7 @@ def start(
             store=Path(arguments.store),
             packed=packed_root(),
             mtp=arguments.mtp,
+            require_cache=arguments.require_cache,
         ),
         require_cache if arguments.require_cache else partial(_compile_missing, arguments.jobs),
         report,

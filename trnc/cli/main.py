@@ -12,10 +12,16 @@ from trnc import __version__
 from trnc.checkpoint.source import DEFAULT_MODEL
 from trnc.checkpoint.source import pull as pull_model
 from trnc.cli import options
-from trnc.cli.arguments import EngineArguments, FeatureArguments, Loop, check_mtp
+from trnc.cli.arguments import (
+    CompileBackend,
+    EngineArguments,
+    FeatureArguments,
+    Loop,
+    check_mtp,
+)
 from trnc.cli.cache_command import cache_app
 from trnc.cli.console import print_error, tell
-from trnc.errors import TrncError
+from trnc.errors import ConfigError, TrncError
 from trnc.presets import load_preset, preset_names, with_features
 
 app = typer.Typer(
@@ -192,7 +198,13 @@ def compile_(
     model: options.Model = DEFAULT_MODEL,
     preset: options.PresetName = "default",
     mtp: options.MtpFile = None,
-    backend: options.BackendName = "inductor",
+    backend: Annotated[
+        CompileBackend,
+        typer.Option(
+            help="'inductor': for this processor. 'trainium': StableHLO for AWS Trainium, checked "
+            "against its rules, and compiled where `neuronx-cc` is installed (docs/TRAINIUM.md)."
+        ),
+    ] = "inductor",
     store: options.StoreFolder = None,
     jobs: options.Jobs = None,
     target: Annotated[
@@ -200,17 +212,51 @@ def compile_(
         typer.Option(
             help="Compile for another instruction set than this machine's. What cannot be finished"
             " here is recorded in the store, and finished by a machine that has it."
+            " With --backend trainium: trn2 (the default) or trn1."
         ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print what there is and what is missing.")
     ] = False,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --backend trainium: write modules and commands for a machine with "
+            "`neuronx-cc` into this folder. Without the compiler that is done in any case."
+        ),
+    ] = None,
+    finish: Annotated[
+        Path | None,
+        typer.Option(
+            help="Compile the modules of such a folder with `neuronx-cc`; needs no model."
+        ),
+    ] = None,
 ) -> None:
     """Compile every variant of a preset into the store, so that serving never compiles.
 
     Prints the variant matrix first: every step, bucket, sampling mode and feature that serving can
     need, and which of the distinct artifacts behind them are in the store already.
     """
+    from rich.console import Console
+
+    if backend == "trainium" or finish is not None:
+        from trnc.cli.trainium_command import TrainiumArguments, run_trainium
+
+        trainium = TrainiumArguments(
+            model=model,
+            preset=preset,
+            target=target,
+            store=options.store_root(store),
+            jobs=options.job_count(jobs),
+            dry_run=dry_run,
+            bundle=bundle,
+            mtp=mtp,
+            features=features,
+        )
+        run_trainium(trainium, finish=finish, console=Console())
+        return
+    if bundle is not None:
+        raise ConfigError(f"--bundle goes with --backend trainium, not with {backend}")
     arguments = EngineArguments(
         model=model,
         preset=preset,
@@ -221,8 +267,6 @@ def compile_(
         require_cache=False,
         mtp=mtp,
     )
-    from rich.console import Console
-
     from trnc.cli.compile_command import run_compile
 
     run_compile(arguments, target=target, dry_run=dry_run, console=Console())

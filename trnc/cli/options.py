@@ -46,7 +46,8 @@ BackendName = Annotated[
     Backend,
     typer.Option(
         help="'inductor': compiled ahead of time, the fast one. 'eager': plain torch in fp32, "
-        "nothing compiled; slow, the reference for correctness.",
+        "nothing compiled; slow, the reference for correctness. 'neuron': AWS Trainium, through "
+        "jax. 'xla-cpu': Trainium's modules on this processor; slow, to check their numbers.",
     ),
 ]
 StoreFolder = Annotated[

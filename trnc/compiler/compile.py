@@ -85,7 +85,9 @@ def trace_all(
 
     `report(done, total, label)` is called before each stage.
     """
-    programs = {key: build_program(config, key) for key in variant_matrix(config.preset)}
+    programs = {
+        key: build_program(config, key) for key in variant_matrix(config.preset, config.contexts)
+    }
     specs = distinct_specs(iter(programs.values()))
     traced = {}
     for index, spec in enumerate(specs):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from trnc.compiler.program import ProgramConfig
 from trnc.compiler.store import ArtifactKey
 from trnc.core import VariantKey
 from trnc.ops.native import Target
+from trnc.presets import TrainiumOptions
 
 MANIFEST_FILE = "manifest.json"
 STAGE_FILE = "stage.so"  # of the artifact of a stage
@@ -73,7 +74,7 @@ def manifest_key(config: ProgramConfig, target: Target) -> ArtifactKey:
         "torch": torch.__version__,
         "model": _digest(asdict(config.model)),
         "formats": _digest(asdict(config.formats)),
-        "preset": _digest(asdict(config.preset)),
+        "preset": _digest(asdict(replace(config.preset, trainium=TrainiumOptions()))),
         "sources": source_fingerprint(),
     }
     return ArtifactKey.of("manifest", factors)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from trnc.core import Sampling, Step, VariantKey
 from trnc.presets import Preset
 
 
-def variant_matrix(preset: Preset) -> tuple[VariantKey, ...]:
-    """Return all variants of a preset, in a fixed order.
+def variant_matrix(preset: Preset, contexts: tuple[int, ...] = (0,)) -> tuple[VariantKey, ...]:
+    """Return all variants of a preset, in a fixed order, at each context bucket.
 
     A feature that the preset has adds variants but hardly stages: the programs with and without it
     share all but the feature's own stage.
@@ -26,7 +27,8 @@ def variant_matrix(preset: Preset) -> tuple[VariantKey, ...]:
             _draft_shapings(preset) if step == "draft" else _shapings(preset),
         )
     )
-    return (*plain, *_prompt_variants(preset))
+    keys = (*plain, *_prompt_variants(preset))
+    return tuple(replace(key, context=context) for key in keys for context in contexts)
 
 
 def _buckets(preset: Preset) -> Iterator[tuple[Step, int, int, int]]:
@@ -78,3 +80,15 @@ def _prompt_variants(preset: Preset) -> Iterator[VariantKey]:
             penalties=penalties,
             prompt_logprobs=True,
         )
+
+
+def context_buckets(preset: Preset) -> tuple[int, ...]:
+    """Return the context buckets of a backend that needs them, ascending, in whole pages.
+
+    The last one is the longest context. The preset may name others; by default there is one more, a
+    quarter of it, where that is at least 256 tokens.
+    """
+    full = preset.max_pages * preset.page_size
+    quarter = full // 4 // preset.page_size * preset.page_size
+    wanted = preset.trainium.context_buckets or ((quarter,) if quarter >= 256 else ())
+    return (*(context for context in wanted if context < full), full)

@@ -59,7 +59,7 @@ class Program:
         return tuple(step for step in self.steps if isinstance(step, Update))
 
 
-_OVER_LOGITS = frozenset({"head", "logit_bias", "greedy", "sample", "logprobs"})
+OVER_LOGITS = frozenset({"head", "logit_bias", "greedy", "sample", "logprobs"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +68,15 @@ class ProgramConfig:
 
     With `static_buckets` each bucket has stages of its own, for backends that compile for exact
     shapes. Without, token rows and sequences are symbolic and all buckets share their stages: on
-    the CPU the bits of a row do not depend on the bucket, so nothing is lost.
+    the CPU the bits of a row do not depend on the bucket, so nothing is lost. `contexts` are the
+    context buckets of the matrix, (0,) for a backend that does without.
     """
 
     model: ModelConfig
     formats: WeightFormats
     preset: Preset
     static_buckets: bool = False
+    contexts: tuple[int, ...] = (0,)
 
     @property
     def speculates(self) -> bool:
@@ -86,7 +88,7 @@ class ProgramConfig:
 
         A stage from the logits on has as many rows as there are logits.
         """
-        rows = key.logit_rows if kind in _OVER_LOGITS else key.rows
+        rows = key.logit_rows if kind in OVER_LOGITS else key.rows
         return StageSpec(
             kind=kind,
             model=self.model,

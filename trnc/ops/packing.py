@@ -104,23 +104,33 @@ def unpack(packed: Tensor, format: str, out_features: int, in_features: int) -> 
         pairs = packed.view(torch.bfloat16).view(tiles, -1, TILE, 2).permute(0, 2, 1, 3)
         weight = pairs.flatten(2)[..., :in_features].float()
     else:
-        weight = _unpack_groups(packed.view(tiles, -1, _RECORD_BYTES[format]), format)
+        weight = _dequantize(*unpack_groups(packed, format), format)
     return weight.reshape(tiles * TILE, in_features)[:out_features]
 
 
-def _unpack_groups(records: Tensor, format: str) -> Tensor:
-    """Turn records [tiles, G, bytes] into weights [tiles, 16, G * 32] f32."""
-    tiles, groups, _ = records.shape
+def unpack_groups(packed: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """Return the integers and the constants of matrices [..., tiles, tile bytes] in a grouped form.
+
+    The integers are as they are stored, uint8 [..., tiles * 16, K]: q + 128 of `i8g32`, 0..15 of
+    the others. The constants are f16 [1 or 2, ..., tiles * 16, K / 32]: scales, then offsets.
+    """
+    records = packed.unflatten(-1, (-1, _RECORD_BYTES[format]))
     end = _BLOCK_BYTES[format]
-    blocks = records[..., :end].view(tiles, groups, -1, TILE, 4)
+    blocks = records[..., :end].unflatten(-1, (-1, TILE, 4))
     if format != "i8g32":
-        blocks = torch.cat([blocks & 15, blocks >> 4], dim=2)
-    q = blocks.permute(0, 3, 1, 2, 4).reshape(tiles, TILE, groups, GROUP).float()
-    constants = records[..., end:].contiguous().view(torch.float16)
-    constants = constants.view(tiles, groups, -1, TILE).permute(2, 0, 3, 1).unsqueeze(-1).float()
+        blocks = torch.cat([blocks & 15, blocks >> 4], dim=-3)
+    # [..., tiles, groups, blocks, 16, 4] to [..., tiles, 16, groups, blocks, 4]
+    q = blocks.movedim(-2, -4).flatten(-3).flatten(-3, -2)
+    constants = records[..., end:].contiguous().view(torch.float16).unflatten(-1, (-1, TILE))
+    # [..., tiles, groups, kinds, 16] to [kinds, ..., tiles, 16, groups]
+    return q, constants.movedim(-2, 0).transpose(-1, -2).flatten(-3, -2)
+
+
+def _dequantize(q: Tensor, constants: Tensor, format: str) -> Tensor:
     bias = {"i8g32": float(_INT8_BIAS), "i4g32": 0.0, "i4g32s": 8.0}[format]
-    weight = (q - bias) * constants[0]
-    return (weight + constants[1] if format == "i4g32" else weight).flatten(2)
+    scale, *offset = constants.unsqueeze(-1).float()
+    weight: Tensor = (q.unflatten(-1, (-1, GROUP)).float() - bias) * scale
+    return (weight + offset[0] if offset else weight).flatten(-2)
 
 
 def _pad_rows(matrix: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Catalog:
 
         def cost(key: VariantKey) -> tuple[int, ...]:
             extra = (key.prompt_logprobs, key.penalties, key.mask, key.logprobs, key.logit_bias)
-            return (key.tokens, key.rows, *extra)
+            return (key.tokens, key.rows, key.context, *extra)
 
         ordered = sorted(keys, key=cost)
         return cls(tuple(ordered), tuple(sorted({key.penalties for key in ordered})))
@@ -59,9 +59,11 @@ class Catalog:
             EngineError: no variant holds it. The scheduler's limits should make that impossible.
         """
         tokens = sum(s.count if plan.step == "prefill" else 1 for s in plan.sequences)
+        context = max((s.start + max(s.count, plan.depth) for s in plan.sequences), default=0)
         needs = _needs(plan, self.penalty_sizes)
         for key in self._that_meet(needs):
-            if key.tokens >= tokens and key.rows >= len(plan.sequences):
+            holds = key.tokens >= tokens and key.rows >= len(plan.sequences)
+            if holds and (key.context == 0 or key.context >= context):
                 return key
         raise EngineError(
             f"no compiled variant runs a {plan.step} of {tokens} tokens in {len(plan.sequences)} "

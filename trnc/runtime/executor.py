@@ -82,9 +82,10 @@ class ProgramExecutor:
         unused = self._unused[key]
         if unused:
             return unused.pop()
+        max_pages = -(-key.context // self._info.page_size) or self._max_pages
         return InputBuffers(
             key,
-            max_pages=self._max_pages,
+            max_pages=max_pages,
             spare_slot=self._spare_slot,
             vocab_size=self._info.vocab_size,
             speculates=self._speculates,

@@ -130,6 +130,7 @@ class _BlockTables:
     def _fill_row(self, row: int, pages: tuple[int, ...]) -> None:
         if self._pages[row] is not pages:
             self._pages[row] = pages
+            pages = pages[: self.block_tables.shape[1]]  # a context bucket's table is narrower
             self.block_tables[row, : len(pages)] = pages
             self.block_tables[row, len(pages) :] = 0
 

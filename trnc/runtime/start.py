@@ -21,6 +21,7 @@ from trnc.checkpoint.gguf_file import GgufFile
 from trnc.checkpoint.source import Source, resolve
 from trnc.checkpoint.weights import Weights, load_weights
 from trnc.compiler.backends.runner import load_runner
+from trnc.compiler.backends.stablehlo import require_jax
 from trnc.compiler.manifest import STAGE_FILE, Manifest, manifest_key, read_manifest
 from trnc.compiler.matrix import variant_matrix
 from trnc.compiler.program import ProgramConfig
@@ -40,7 +41,7 @@ from trnc.runtime.packed import load_packed, packed_key
 from trnc.runtime.state import allocate_state, count_pages, free_memory_bytes
 
 Report = Callable[[str], None]
-Backend = Literal["inductor", "eager"]
+Backend = Literal["inductor", "eager", "xla-cpu", "neuron"]
 Compiler = Callable[[ProgramConfig, native.Target, Store], Manifest]
 WaitForWeights = Callable[[], dict[str, Tensor]]
 
@@ -58,6 +59,7 @@ class StartOptions:
     store: Path
     packed: Path | None = None
     mtp: str | None = None
+    require_cache: bool = False
 
 
 @dataclass(slots=True)
@@ -146,6 +148,8 @@ def start_executor(
         weights = pool.submit(load).result
         if options.backend == "eager":
             executor = _start_eager(config, weights, timings)
+        elif options.backend in ("xla-cpu", "neuron"):
+            executor = _start_xla(config, options, weights, timings, report)
         else:
             store = open_store(options.store, report)
             executor = _start_compiled(config, store, compiler, weights, timings)
@@ -222,6 +226,28 @@ def _start_eager(
     runner = EagerRunner(config=config, tensors=tensors)
     catalog = Catalog.of(variant_matrix(config.preset))
     return _executor(config, catalog, runner, num_pages, count_compiles=lambda: 0)
+
+
+def _start_xla(
+    config: ProgramConfig,
+    options: StartOptions,
+    weights: WaitForWeights,
+    timings: Timings,
+    report: Report,
+) -> ProgramExecutor:
+    """Start on the Trainium backend's modules, on the CPU or on Neuron cores."""
+    require_jax(f"--backend {options.backend}")
+    from trnc.runtime.xla_start import load_or_lower, start_runner
+
+    store = open_store(options.store, report)
+    with timings.measure("artifacts"):
+        found = load_or_lower(config, store, require_cache=options.require_cache, report=report)
+    tensors = weights()
+    with timings.measure("link"):
+        platform = "cpu" if options.backend == "xla-cpu" else "neuron"
+        runner = start_runner(config, found, tensors, platform=platform, report=report)
+    catalog = Catalog.of(found.modules)
+    return _executor(config, catalog, runner, found.manifest.pages, count_compiles=lambda: 0)
 
 
 def _load_weights(
