@@ -116,3 +116,20 @@ def test_features_fill_the_rows_of_their_sequences():
     assert inputs["presence"].tolist() == [0, 0.25, 0]
     assert inputs["prompt_rows"].tolist() == [0, 1, 2, 3, 4, 5]
     assert inputs["targets"].tolist() == [6, 0, 0, 0, 0, 0]
+
+
+def test_each_row_of_a_verify_has_its_own_mask_and_counts():
+    key = VariantKey("verify", 6, 2, mask=True, penalties=3, depth=2)
+    counts = tuple(np.array([range(n), range(n)], np.int32).tobytes() for n in (1, 2, 3))
+    masks = tuple(bytes([n]) + bytes(7) for n in (1, 2, 4))
+    penalized = SamplingParams(presence_penalty=0.5)
+    short = SequencePlan(
+        1, 3, 2, (7,), (9,), True, 0, penalized, masks=masks[:2], counts=counts[:2]
+    )
+    whole = SequencePlan(0, 5, 3, (8,), (4, 5), True, 2, penalized, masks=masks, counts=counts)
+    plan = StepPlan("verify", (short, whole), 2)
+    inputs = build_inputs(plan, key, max_pages=2, spare_slot=2, vocab_size=VOCAB)
+    assert inputs["mask"][:, 0].tolist() == [1, 2, -1, 1, 2, 4]
+    listed = [[i for i in row if i >= 0] for row in inputs["penalty_ids"].tolist()]
+    assert listed == [[0], [0, 1], [], [0], [0, 1], [0, 1, 2]]
+    assert inputs["presence"].tolist() == [0.5, 0.5, 0, 0.5, 0.5, 0.5]
