@@ -54,7 +54,7 @@ def run_server(port: int, mode: str) -> int:
     started = time.perf_counter()
     tokenizer, template = toy_tokenizer()
     # An engine that is told to stop does so at once, one that hangs never.
-    stop_seconds = 0.3 if mode == "hang" else 600
+    stop_seconds = 0.3 if mode in ("hang", "held") else 600
     grace = 1 if mode == "hang" else 600
     options = ServeOptions(port=port, grace_seconds=grace, engine_stop_seconds=stop_seconds)
 
