@@ -30,7 +30,7 @@ from trnc.cli.engine_command import start
 from trnc.cli.options import job_count, store_root
 from trnc.core import ExecutorInfo, SamplingParams, StepPlan
 from trnc.engine.executor import Executor, StepHandle
-from trnc.engine.loops import Engine, overlapped_loop
+from trnc.engine.loops import Engine, NoGrammars, overlapped_loop
 from trnc.engine.messages import Deltas, Shutdown, Submit, ToApi, ToEngine
 from trnc.engine.scheduler import Scheduler
 from trnc.engine.trace import discard
@@ -101,6 +101,7 @@ class Served:
             Engine(
                 scheduler=self._scheduler,
                 executor=self._executor,
+                grammars=NoGrammars(),
                 receive=receive,
                 send=send,
                 trace=discard,
