@@ -54,12 +54,22 @@ def garbage(dtype: torch.dtype) -> float:
     return -1 if dtype == torch.int8 else NAN
 
 
-def key_at(pages: Tensor, page: int, slot: int) -> Tensor:
-    """Return one key [kv, row] of `pages`."""
-    if pages.dtype != torch.int8:
-        return pages[page, :, :, slot]
-    scales = pages[page, :, -4:].reshape(pages.shape[1], -1, 4)
-    return torch.cat([pages[page, :, :-4, slot], scales[:, slot]], dim=1)
+def key_place(heads: Heads, slot: int) -> list[int]:
+    """Where the elements of one key lie in its head's page, in the order of a row."""
+    dim, size = heads.dim, heads.page_size
+    if heads.dtype != torch.int8:
+        return [i * size + slot for i in range(dim)]
+    values = [(i // 4 * size + slot) * 4 + i % 4 for i in range(dim)]
+    return values + [dim * size + slot * 4 + i for i in range(4)]
+
+
+def value_place(heads: Heads, slot: int) -> list[int]:
+    """The same for one value."""
+    dim, size = heads.dim, heads.page_size
+    if heads.dtype != torch.int8:
+        return [slot * dim + i for i in range(dim)]
+    values = [(slot // 4 * dim + i) * 4 + slot % 4 for i in range(dim)]
+    return values + [dim * size + slot * 4 + i for i in range(4)]
 
 
 class Cache:
@@ -81,12 +91,9 @@ class Cache:
         """Put the first `end` keys of text `index` into its pages."""
         for position in range(end):
             page = self.pages[index][position // self.heads.page_size]
-            slot, dim = position % self.heads.page_size, self.heads.dim
-            self.k[page, :, :dim, slot] = text.k[position, :, :dim]
-            if self.k.dtype == torch.int8:
-                scales = self.k[page, :, dim:].view(self.heads.kv, -1, 4)
-                scales[:, slot] = text.k[position, :, dim:]
-            self.v[page, :, slot] = text.v[position]
+            slot = position % self.heads.page_size
+            self.k[page].flatten(1)[:, key_place(self.heads, slot)] = text.k[position]
+            self.v[page].flatten(1)[:, value_place(self.heads, slot)] = text.v[position]
 
 
 @dataclass(frozen=True)

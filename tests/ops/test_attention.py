@@ -10,7 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.ops.pages import NAN, Cache, Heads, Step, Text, garbage, key_at, make_step, random_text
+from tests.ops.pages import (
+    NAN,
+    Cache,
+    Heads,
+    Step,
+    Text,
+    garbage,
+    key_place,
+    make_step,
+    random_text,
+    value_place,
+)
 from trnc.ops import native
 from trnc.ops.attention import kv_write, paged_attention, quantize_kv
 from trnc.ops.library import reference_mode
@@ -35,7 +46,7 @@ heads = st.builds(
     dim=st.sampled_from([16, 32, 64, 80, 1, 7, 24, 50]),
     page_size=st.sampled_from([16, 32, 64]),
     dtype=st.sampled_from(DTYPES),
-)
+).filter(lambda heads: heads.dtype != torch.int8 or heads.dim % 4 == 0)
 
 
 def attend(cache: Cache, step: Step) -> Tensor:
@@ -73,7 +84,9 @@ def test_close_to_the_reference(heads: Heads, lengths: list[tuple[int, int]], ga
     with reference_mode():
         wanted = attend(cache, replace(step, q=step.q.double()))
     assert wanted.dtype == torch.float64
-    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=5e-6)
+    # With an int8 cache, queries are rounded to 16 bits and weights to 15; keys were to 8.
+    bound = 1e-3 if heads.dtype == torch.int8 else 5e-6
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=bound)
     covered = torch.zeros(len(step.q), dtype=torch.bool)
     for first, count, _ in step.sequences.tolist():
         covered[first : first + count] = True
@@ -232,8 +245,10 @@ def test_kv_write_writes_its_rows_and_nothing_else(
         text.k[:start] = text.v[:start] = garbage(heads.dtype)
         for position in range(start, len(text.q)):
             page, slot = pages[position // heads.page_size], position % heads.page_size
-            assert torch.equal(key_at(wanted.k, int(page), slot), text.k[position])
-            assert torch.equal(wanted.v[page, :, slot], text.v[position])
+            key = wanted.k[page].flatten(1)[:, key_place(heads, slot)]
+            value = wanted.v[page].flatten(1)[:, value_place(heads, slot)]
+            assert torch.equal(key, text.k[position])
+            assert torch.equal(value, text.v[position])
     assert torch.equal(got.k.nan_to_num(nan=99), wanted.k.nan_to_num(nan=99))
     assert torch.equal(got.v.nan_to_num(nan=99), wanted.v.nan_to_num(nan=99))
     if heads.dtype != torch.int8:  # where garbage could be a key

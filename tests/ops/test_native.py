@@ -44,6 +44,8 @@ def test_targets_agree(by_target: dict[str, dict[str, Tensor]]) -> None:
     """Vector targets bit for bit; the plain one, whose fma rounds twice, to f32 rounding.
 
     Integer sums are exact everywhere, so the bound needs no term for the quantised activations.
+    Weights of int8 attention are rounded to 15 bits after an exp, whose last bit may move one by a
+    step.
     """
     best, *others = by_target
     for other in others:
@@ -51,7 +53,8 @@ def test_targets_agree(by_target: dict[str, dict[str, Tensor]]) -> None:
             got = by_target[other][name]
             if other == "generic":
                 scale = wanted.abs().amax(dim=1, keepdim=True)
-                assert ((got - wanted).abs() <= 3e-6 * scale).all(), name
+                bound = 3e-5 if name.startswith("attention torch.int8") else 3e-6
+                assert ((got - wanted).abs() <= bound * scale).all(), name
             else:
                 assert torch.equal(got, wanted), f"{other} differs from {best} in {name}"
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from trnc import ops
+from trnc.errors import ConfigError
 from trnc.models.config import ModelConfig
 from trnc.models.stage import TensorSpec
 
@@ -26,12 +27,20 @@ class CacheLayout:
 
 
 def cache_layout(model: ModelConfig, kv_dtype: str, page_size: int) -> CacheLayout:
-    """Return the layout of every layer of a model; the first dimension of each tensor is pages."""
+    """Return the layout of every layer of a model; the first dimension of each tensor is pages.
+
+    Raises ConfigError where pages of `kv_dtype` cannot hold the model's heads.
+    """
     dtype = TensorSpec((), kv_dtype).torch_dtype
     if model.mla is not None:
         row = ops.kv_row_size(model.mla.latent_width, dtype)
         latent = TensorSpec(("pages", page_size, row), kv_dtype)
         return CacheLayout({"latent_pages": latent}, ("latent_new",), "latent_write")
+    if kv_dtype == "int8" and model.head_dim % 4:
+        raise ConfigError(
+            "kv_dtype int8 needs heads of a multiple of 4 elements, and the model's have "
+            f'{model.head_dim}; set kv_dtype = "float16"'
+        )
     kv, row = model.num_kv_heads, ops.kv_row_size(model.head_dim, dtype)
     pages = {
         "k_pages": TensorSpec(("pages", kv, row, page_size), kv_dtype),

@@ -11,9 +11,10 @@ key-value heads in equal groups, D head_dim, S page_size, P pages, MP the width 
 - `q` [T, Hq, D]; `k_new`, `v_new` [T, Hkv, D] in the dtype of the cache.
 - `k_pages` [P, Hkv, D, S], keys transposed so that a vector holds one coordinate of S keys;
   `v_pages` [P, Hkv, S, D].
-- In a cache of int8 a stored row has `kv_row_size` D + 4 elements, in `k_new`, `v_new` and pages
-  alike: D integers and then their scale, an f32 (`quantize_kv`). In `k_pages` the last 4 rows of a
-  page are so S scales.
+- In a cache of int8 a row of `k_new` and `v_new` has `kv_row_size` D + 4 elements: D integers and
+  then their scale, an f32 (`quantize_kv`). Pages have room for as much, but hold bytes in the order
+  that instructions for dot products of four bytes take: [D / 4, S, 4] of keys, [S / 4, D, 4] of
+  values, then S scales in both. D is a multiple of 4.
 - `block_tables` [R, MP] int32: page `block_tables[r, i]` holds positions `i*S .. i*S + S - 1`.
 - `sequences` [R, 3] int32: (first token row, token count, start position). Sequence r's tokens are
   rows `first .. first + count - 1`, at positions `start .. start + count - 1`. A count of 0 marks
@@ -21,7 +22,8 @@ key-value heads in equal groups, D head_dim, S page_size, P pages, MP the width 
 
 The native kernels keep the contract of bits: a row's output depends on its own query and the keys
 at its own and earlier positions, not on how its prompt was cut into steps, which keys came from
-pages, nor on any other sequence. The references compute in the dtype of `q`, for any dtype.
+pages, nor on any other sequence. With a cache of int8 they round queries to 16 bits and weights to
+15. The references compute in the dtype of `q`, for any dtype.
 """
 
 from __future__ import annotations
@@ -131,22 +133,29 @@ def _cached(k_pages: Tensor, v_pages: Tensor, table: Tensor, length: int) -> tup
     """Gather the first `length` stored keys and values of one block table, [length, Hkv, row]."""
     page_size = v_pages.shape[2]
     pages = table[: -(-length // page_size)].long()
-    k = _key_rows(k_pages[pages]).flatten(0, 1)
-    v = v_pages[pages].permute(0, 2, 1, 3).flatten(0, 1)
-    return k[:length], v[:length]
+    if k_pages.dtype != torch.int8:
+        k, v = k_pages[pages].permute(0, 3, 1, 2), v_pages[pages].permute(0, 2, 1, 3)
+    else:
+        keys, key_scales = _key_views(k_pages[pages])
+        values, value_scales = _value_views(v_pages[pages])
+        k = torch.cat([keys.flatten(3), key_scales], dim=-1)
+        v = torch.cat([values.flatten(1, 2), value_scales], dim=-1)
+    return k.flatten(0, 1)[:length], v.flatten(0, 1)[:length]
 
 
-def _key_rows(pages: Tensor) -> Tensor:
-    """Turn pages of keys [n, Hkv, row, S] into rows [n, S, Hkv, row]."""
-    if pages.dtype != torch.int8:
-        return pages.permute(0, 3, 1, 2)
-    return torch.cat([pages[:, :, :-4].permute(0, 3, 1, 2), _key_scales(pages)], dim=-1)
+def _key_views(pages: Tensor) -> tuple[Tensor, Tensor]:
+    """View int8 pages [n, Hkv, D + 4, S]: keys [n, S, Hkv, D / 4, 4], scales [n, S, Hkv, 4]."""
+    n, heads, row, size = pages.shape
+    quads = pages.view(n, heads, row // 4, size, 4).permute(0, 3, 1, 2, 4)
+    return quads[:, :, :, :-1], quads[:, :, :, -1]
 
 
-def _key_scales(pages: Tensor) -> Tensor:
-    """View the scales in int8 pages of keys as bytes [n, S, Hkv, 4]."""
-    n, heads, _, size = pages.shape
-    return pages[:, :, -4:].view(n, heads, size, 4).transpose(1, 2)
+def _value_views(pages: Tensor) -> tuple[Tensor, Tensor]:
+    """View int8 pages [n, Hkv, S, D + 4]: values [n, S / 4, 4, Hkv, D], scales [n, S, Hkv, 4]."""
+    n, heads, size, row = pages.shape
+    values, scales = pages.view(n, heads, size * row).split([size * (row - 4), size * 4], dim=-1)
+    quads = values.view(n, heads, size // 4, row - 4, 4)
+    return quads.permute(0, 2, 4, 1, 3), scales.view(n, heads, size, 4).transpose(1, 2)
 
 
 def _kv_write(
@@ -162,12 +171,17 @@ def _kv_write(
         rows = slice(first, first + count)
         position = torch.arange(start, start + count, device=table.device)
         page, slot = table[position // page_size].long(), position % page_size
-        keys = k_new[rows]
-        if k_pages.dtype == torch.int8:
-            _key_scales(k_pages)[page, slot] = keys[..., -4:]
-            keys = keys[..., :-4]
-        k_pages[page, :, : keys.shape[-1], slot] = keys
-        v_pages[page, :, slot] = v_new[rows]
+        k, v = k_new[rows], v_new[rows]
+        if k_pages.dtype != torch.int8:
+            k_pages[page, :, :, slot] = k
+            v_pages[page, :, slot] = v
+            continue
+        keys, key_scales = _key_views(k_pages)
+        values, value_scales = _value_views(v_pages)
+        keys[page, slot] = k[..., :-4].unflatten(-1, (-1, 4))
+        key_scales[page, slot] = k[..., -4:]
+        values[page, slot // 4, slot % 4] = v[..., :-4]
+        value_scales[page, slot] = v[..., -4:]
 
 
 declare(

@@ -13,6 +13,7 @@
 #include <memory>
 #include <vector>
 
+#include "attention_int8.h"
 #include "multiply.h"
 #include "parallel.h"
 #include "simd.h"
@@ -22,52 +23,16 @@ namespace trnc {
 namespace {
 
 constexpr int64_t kTileRows = 96;  // (query, head) rows that share a widened block
-constexpr int64_t kScoreStride = kSegmentKeys + kLanes;
-
-// Query rows of one sequence that share a key-value head: `queries` tokens from its token `query` on,
-// times the heads of the group. Row i is token query + i / group, head i % group of the group.
-struct Tile {
-  int32_t sequence, kv_head, query, queries;
-};
-
-struct Problem {
-  const PagedKeys& keys;
-  const float* q;
-  float* out;
-  int64_t query_heads, group;
-  int64_t width;   // head_dim rounded up to whole vectors
-  int64_t stride;  // of a row of results: its output and the lanes of its sum of weights
-  float scale;
-
-  const Sequence& sequence(const Tile& t) const { return keys.sequences[t.sequence]; }
-  int64_t rows(const Tile& t) const { return t.queries * group; }
-  int64_t position(const Tile& t, int64_t row) const { return sequence(t).start + t.query + row / group; }
-  int64_t last_position(const Tile& t) const { return sequence(t).start + t.query + t.queries - 1; }
-  int64_t segments(const Tile& t) const { return last_position(t) / kSegmentKeys + 1; }
-  int64_t offset(const Tile& t, int64_t row) const {  // of a row in q and out
-    const int64_t token = sequence(t).first + t.query + row / group;
-    return (token * query_heads + t.kv_head * group + row % group) * keys.head_dim;
-  }
-  int64_t page_offset(const Tile& t, int64_t block) const {  // of a block in k_pages and v_pages
-    const int64_t page = keys.block_tables[t.sequence * keys.table_width + block];
-    return (page * keys.kv_heads + t.kv_head) * keys.row_size * keys.page_size;
-  }
-};
-
-template <class T>
-void grow(std::vector<T>& buffer, int64_t n) {
-  if (static_cast<int64_t>(buffer.size()) < n) buffer.resize(n);
-}
 
 // What a thread needs to run one tile. The softmax of row i over some keys is `top[i]`, their largest
 // score, and `result[i]`: the sums of weight * value and of weight, where a weight is exp(score - top).
 struct Scratch {
-  std::vector<float> q, block, scales, row, scores, top, result, merged_top, merged;
+  Int8Scratch int8;
+  std::vector<float> q, block, row, scores, top, result, merged_top, merged;
 
   void fit(const Problem& p, int64_t rows) {
     grow(q, rows * p.keys.head_dim);
     grow(block, p.width * p.keys.page_size);
-    grow(scales, p.keys.page_size);
     grow(row, p.width);
     grow(scores, rows * kScoreStride);
     grow(top, rows);
@@ -92,24 +57,12 @@ void widen_row(const T* from, float* to, int64_t n) {
   if (i < n) store(to + i, widen_n(from + i, static_cast<int>(n - i)));
 }
 
-// Keys or values of one block: rows `data + i * stride`, to be multiplied by the scale of each key if there are any.
+// Keys or values of one block: rows `data + i * stride`.
 template <class T>
 struct Block {
   const T* data;
   int64_t stride;
-  const float* scales;
 };
-
-// The first of a block's keys 0..end - 1 that is the step's own; those before it are in the page.
-int64_t first_own_key(const Problem& p, const Tile& tile, int64_t block, int64_t end) {
-  return std::clamp<int64_t>(p.sequence(tile).start - block * p.keys.page_size, 0, end);
-}
-
-int64_t own_row(const Problem& p, const Tile& tile, int64_t block, int64_t key) {
-  const Sequence& seq = p.sequence(tile);
-  const int64_t token = seq.first + block * p.keys.page_size + key - seq.start;
-  return (token * p.keys.kv_heads + tile.kv_head) * p.keys.row_size;
-}
 
 // Widens the first `end` keys of a block into scratch, [head_dim, page_size]: those before the
 // sequence's start from its page, the others from the step's rows. Later lanes keep what they held.
@@ -120,15 +73,13 @@ Block<float> gather_keys(const Problem& p, const Tile& tile, int64_t block, int6
   if (own > 0) {
     const T* page = static_cast<const T*>(p.keys.k_pages) + p.page_offset(tile, block);
     for (int64_t i = 0; i < d * size; i += kLanes) store(s.block.data() + i, widen(page + i));
-    if constexpr (kScaled<T>) std::memcpy(s.scales.data(), page + d * size, size * sizeof(float));
   }
   for (int64_t key = own; key < end; ++key) {
     const T* row = static_cast<const T*>(p.keys.k_new) + own_row(p, tile, block, key);
     widen_row(row, s.row.data(), d);
     for (int64_t i = 0; i < d; ++i) s.block[i * size + key] = s.row[i];
-    if constexpr (kScaled<T>) s.scales[key] = scale_of(row, d);
   }
-  return {s.block.data(), size, kScaled<T> ? s.scales.data() : nullptr};
+  return {s.block.data(), size};
 }
 
 // The same for values, [page_size, width].
@@ -142,47 +93,14 @@ Block<float> gather_values(const Problem& p, const Tile& tile, int64_t block, in
     const T* row = key < own ? page + key * p.keys.row_size
                              : static_cast<const T*>(p.keys.v_new) + own_row(p, tile, block, key);
     widen_row(row, s.block.data() + key * p.width, d);
-    if constexpr (kScaled<T>) s.scales[key] = scale_of(row, d);
   }
-  return {s.block.data(), p.width, kScaled<T> ? s.scales.data() : nullptr};
+  return {s.block.data(), p.width};
 }
 
 // A block of keys, or of values, as its page holds them.
 template <class T>
-Block<T> keys_in_page(const Problem& p, const Tile& tile, int64_t block, Scratch& s) {
-  const int64_t d = p.keys.head_dim, size = p.keys.page_size;
-  const T* page = static_cast<const T*>(p.keys.k_pages) + p.page_offset(tile, block);
-  if constexpr (!kScaled<T>) return {page, size, nullptr};
-  std::memcpy(s.scales.data(), page + d * size, size * sizeof(float));
-  return {page, size, s.scales.data()};
-}
-
-template <class T>
-Block<T> values_in_page(const Problem& p, const Tile& tile, int64_t block, Scratch& s) {
-  const int64_t stride = p.keys.row_size;
-  const T* page = static_cast<const T*>(p.keys.v_pages) + p.page_offset(tile, block);
-  if constexpr (kScaled<T>) {
-    for (int64_t key = 0; key < p.keys.page_size; ++key) s.scales[key] = scale_of(page + key * stride, p.keys.head_dim);
-  }
-  return {page, stride, kScaled<T> ? s.scales.data() : nullptr};
-}
-
-// Multiplies what `rows` rows have for each key of a block, scores or weights, by the key's scale.
-void scale_keys(const Problem& p, const float* scales, int64_t rows, float* values) {
-  for (int64_t row = 0; row < rows; ++row, values += kScoreStride) {
-    for (int64_t i = 0; i < p.keys.page_size; i += kLanes) store(values + i, load(values + i) * load(scales + i));
-  }
-}
-
-// Rows begin.. of a tile have reached a block; they need its keys 0..end - 1.
-struct Reach {
-  int64_t begin, end;
-};
-
-Reach reach(const Problem& p, const Tile& tile, int64_t block) {
-  const int64_t size = p.keys.page_size, from = block * size;
-  const int64_t late = std::max<int64_t>(0, from - p.position(tile, 0));
-  return {late * p.group, std::min(size, p.last_position(tile) + 1 - from)};
+Block<T> in_page(const Problem& p, const Tile& tile, const void* pages, int64_t block, int64_t stride) {
+  return {static_cast<const T*>(pages) + p.page_offset(tile, block), stride};
 }
 
 // Scores a block of keys for the rows begin.. that have reached it.
@@ -192,7 +110,6 @@ void score_block(const Problem& p, const Tile& tile, int64_t begin, Block<T> key
   for (int64_t row = begin; row < rows; ++row) std::fill_n(scores + row * kScoreStride, size, 0.0f);
   multiply(rows - begin, size, s.q.data() + begin * d, d, keys.data, keys.stride, d,
            scores + begin * kScoreStride, kScoreStride);
-  if (keys.scales) scale_keys(p, keys.scales, rows - begin, scores + begin * kScoreStride);
 }
 
 // Adds a block of values, weighted, to the results of the rows begin.. that have reached it.
@@ -200,7 +117,6 @@ template <class T>
 void weigh_block(const Problem& p, const Tile& tile, int64_t block, int64_t begin, Block<T> values,
                  float* weights, Scratch& s) {
   const int64_t size = p.keys.page_size, rows = p.rows(tile);
-  if (values.scales) scale_keys(p, values.scales, rows - begin, weights + begin * kScoreStride);
   for (int64_t row = begin, end; row < rows; row = end) {
     const int64_t valid = std::min(size, p.position(tile, row) + 1 - block * size);
     end = valid == size ? rows : row + p.group;  // rows that have passed the block go together
@@ -209,17 +125,10 @@ void weigh_block(const Problem& p, const Tile& tile, int64_t block, int64_t begi
   }
 }
 
-// Asks for a block's keys or values: each lies elsewhere in memory, so hardware does not look ahead.
+// Leaves in scratch the softmax of each row over its keys in one segment. Values are asked for while keys are multiplied,
+// and the keys of what comes next while values are.
 template <class T>
-[[gnu::always_inline]] inline void prefetch_page(const Problem& p, const Tile& tile, const void* pages, int64_t block) {
-  if (block * p.keys.page_size >= p.sequence(tile).start) return;
-  const int64_t bytes = p.keys.row_size * p.keys.page_size * static_cast<int64_t>(sizeof(T));
-  prefetch(static_cast<const T*>(pages) + p.page_offset(tile, block), bytes);
-}
-
-// Leaves in scratch the softmax of each row over its keys in one segment.
-template <class T>
-void attend_segment(const Problem& p, const Tile& tile, int64_t segment, Scratch& s) {
+void attend_segment(const Problem& p, const Tile& tile, int64_t segment, Ahead ahead, Scratch& s) {
   const int64_t rows = p.rows(tile), size = p.keys.page_size, from = segment * kSegmentKeys;
   const int64_t first = from / size;
   const int64_t last = std::min(first + kSegmentKeys / size - 1, p.last_position(tile) / size);
@@ -230,9 +139,9 @@ void attend_segment(const Problem& p, const Tile& tile, int64_t segment, Scratch
   for (int64_t block = first; block <= last; ++block) {
     const auto [begin, end] = reach(p, tile, block);
     float* scores = s.scores.data() + block * size - from;
-    block < last ? prefetch_page<T>(p, tile, p.keys.k_pages, block + 1) : prefetch_page<T>(p, tile, p.keys.v_pages, first);
+    prefetch_block<T>(p, {&tile, segment}, p.keys.v_pages, block - first);
     if (in_place(block)) {
-      score_block(p, tile, begin, keys_in_page<T>(p, tile, block, s), scores, s);
+      score_block(p, tile, begin, in_page<T>(p, tile, p.keys.k_pages, block, size), scores, s);
     } else {
       score_block(p, tile, begin, gather_keys<T>(p, tile, block, end, s), scores, s);
     }
@@ -245,13 +154,18 @@ void attend_segment(const Problem& p, const Tile& tile, int64_t segment, Scratch
   for (int64_t block = first; block <= last; ++block) {
     const auto [begin, end] = reach(p, tile, block);
     float* weights = s.scores.data() + block * size - from;
-    if (block < last) prefetch_page<T>(p, tile, p.keys.v_pages, block + 1);
+    prefetch_block<T>(p, ahead, p.keys.k_pages, block - first);
     if (in_place(block)) {
-      weigh_block(p, tile, block, begin, values_in_page<T>(p, tile, block, s), weights, s);
+      weigh_block(p, tile, block, begin, in_page<T>(p, tile, p.keys.v_pages, block, p.keys.row_size), weights, s);
     } else {
       weigh_block(p, tile, block, begin, gather_values<T>(p, tile, block, end, s), weights, s);
     }
   }
+}
+
+template <>
+void attend_segment<I8>(const Problem& p, const Tile& tile, int64_t segment, Ahead ahead, Scratch& s) {
+  attend_segment_int8(p, tile, segment, ahead, s.scores.data(), s.top.data(), s.result.data(), s.int8);
 }
 
 // Folds the next segment of each row into those before it.
@@ -336,19 +250,25 @@ void make_plan(const Problem& p, Plan& plan) {
 }
 
 template <class T>
-void run_item(const Problem& p, const Item& item, float* parked, Scratch& s) {
+void run_item(const Problem& p, const Item& item, const Item* next, float* parked, Scratch& s) {
   const int64_t rows = p.rows(item.tile);
   s.fit(p, rows);
   load_queries(p, item.tile, s.q.data());
+  if constexpr (std::is_same_v<T, I8>) {
+    s.int8.fit(p, rows);
+    round_queries(p, item.tile, s.q.data(), s.int8);
+  }
+  const Ahead after = next ? Ahead{&next->tile, std::max<int64_t>(0, next->segment)} : Ahead{nullptr, 0};
   if (item.segment >= 0) {
-    attend_segment<T>(p, item.tile, item.segment, s);
+    attend_segment<T>(p, item.tile, item.segment, after, s);
     std::copy_n(s.result.data(), rows * p.stride, parked + item.parked);
     std::copy_n(s.top.data(), rows, parked + item.parked + rows * p.stride);
     return;
   }
   begin_merge(p, rows, s);
-  for (int64_t segment = 0; segment < p.segments(item.tile); ++segment) {
-    attend_segment<T>(p, item.tile, segment, s);
+  const int64_t segments = p.segments(item.tile);
+  for (int64_t segment = 0; segment < segments; ++segment) {
+    attend_segment<T>(p, item.tile, segment, segment + 1 < segments ? Ahead{&item.tile, segment + 1} : after, s);
     merge_segment(p, item.tile, segment, s.top.data(), s.result.data(), s);
   }
   write_rows(p, item.tile, s);
@@ -379,7 +299,11 @@ void attend(const Problem& p) {
   Plan& plan = *own_plan;
   make_plan(p, plan);
   parallel_for(static_cast<int64_t>(plan.items.size()), 1, [&p, &plan](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) run_item<T>(p, plan.items[i], plan.parked.data(), scratch());
+    const Ahead first{&plan.items[begin].tile, std::max<int64_t>(0, plan.items[begin].segment)};
+    for (int64_t i = 0; i < kSegmentKeys / p.keys.page_size; ++i) prefetch_block<T>(p, first, p.keys.k_pages, i);
+    for (int64_t i = begin; i < end; ++i) {
+      run_item<T>(p, plan.items[i], i + 1 < end ? &plan.items[i + 1] : nullptr, plan.parked.data(), scratch());
+    }
   });
   merge_parked(p, plan, scratch());
 }

@@ -16,9 +16,8 @@ struct Sequence {
   int32_t first, count, start;
 };
 
-// The paged cache and the step's own rows. A row of i8 ends with its scale, an f32 in four elements; in a page of
-// keys, which is transposed, these are the last four rows: one f32 for each key. Page size must divide
-// kSegmentKeys, and 16 divide it.
+// The paged cache and the step's own rows. A row of i8 ends with its scale, an f32 in four elements. Page size must
+// divide kSegmentKeys, and 16 divide it; with i8, head_dim is a multiple of four.
 struct PagedKeys {
   CacheType type;
   void* k_pages;

@@ -19,6 +19,8 @@ PagedKeys paged_keys(const Tensor& k_pages, const Tensor& v_pages, const Tensor&
   check_shape(sequences, "sequences", {block_tables.size(0), 3});
   STD_TORCH_CHECK(page_size % 16 == 0 && kSegmentKeys % page_size == 0,
                   "k_pages: the page size must be 16, 32, 64, 128 or 256, got ", page_size);
+  STD_TORCH_CHECK(type != CacheType::i8 || width % 4 == 0,
+                  "k_pages: the head dimension of a cache of i8 must be a multiple of 4, got ", width - 4);
   // The kernels read the cache; only kv_write, whose schema says so, writes to it.
   return {type, k_pages.mutable_data_ptr(), v_pages.mutable_data_ptr(), k_new.const_data_ptr(),
           v_new.const_data_ptr(), read<int32_t>(block_tables),

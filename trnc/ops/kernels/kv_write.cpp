@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "parallel.h"
+#include "rounding.h"
 #include "simd.h"
 
 namespace trnc {
@@ -22,9 +23,16 @@ void write_page(const PagedKeys& keys, const Sequence& seq, const int32_t* table
       const int64_t slot = position - block * size;
       const int64_t row = ((seq.first + position - seq.start) * keys.kv_heads + head) * stored;
       const T* key = static_cast<const T*>(keys.k_new) + row;
-      for (int64_t i = 0; i < d; ++i) k[i * size + slot] = key[i];
-      if (stored > d) std::memcpy(k + d * size + slot * 4, key + d, 4);  // the scale, of four bytes
-      std::memcpy(v + slot * stored, static_cast<const T*>(keys.v_new) + row, stored * sizeof(T));
+      const T* value = static_cast<const T*>(keys.v_new) + row;
+      if constexpr (sizeof(T) == 1) {
+        for (int64_t i = 0; i < d; ++i) k[(i / 4 * size + slot) * 4 + i % 4] = key[i];
+        for (int64_t i = 0; i < d; ++i) v[(slot / 4 * d + i) * 4 + slot % 4] = value[i];
+        std::memcpy(k + d * size + slot * 4, key + d, 4);  // the scale, of four bytes
+        std::memcpy(v + d * size + slot * 4, value + d, 4);
+      } else {
+        for (int64_t i = 0; i < d; ++i) k[i * size + slot] = key[i];
+        std::memcpy(v + slot * d, value, d * sizeof(T));
+      }
     }
   }
 }
@@ -43,22 +51,13 @@ void write_pages(const PagedKeys& keys) {
   }
 }
 
-// amax / 127 is the scale; a row without a number to scale by is zeros, and NaN or infinity shows in its scale.
 void quantize_row(const float* x, int8_t* out, int64_t width) {
-  const I32x16 magnitude = broadcast(0x7fffffff);
-  I32x16 top = broadcast(0);
-  for (int64_t i = 0; i < width; i += kLanes)
-    top = max(top, as_int(load_n(x + i, static_cast<int>(width - i))) & magnitude);
-  const int32_t bits = reduce_max(top);
-  float amax;
-  std::memcpy(&amax, &bits, sizeof amax);
-  const F32x16 inverse = broadcast(amax > 1e-30f && amax < 1e38f ? 127.0f / amax : 0.0f);
+  const auto [scale, inverse] = rounding_of(largest_magnitude(x, width), 127.0f);
   for (int64_t i = 0; i < width; i += kLanes) {
     int8_t q[kLanes];
-    store_i8(q, to_int(load_n(x + i, static_cast<int>(width - i)) * inverse));
+    store_i8(q, to_int(load_n(x + i, static_cast<int>(width - i)) * broadcast(inverse)));
     std::memcpy(out + i, q, std::min<int64_t>(kLanes, width - i));
   }
-  const float scale = amax / 127.0f;
   std::memcpy(out + width, &scale, sizeof scale);
 }
 

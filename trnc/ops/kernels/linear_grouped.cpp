@@ -198,7 +198,8 @@ template <class F>
 void multiply_block(const uint8_t* w, const uint8_t* panel, Record<const uint8_t> record, int64_t groups, float* sums) {
   constexpr int64_t kPanelBytes = F::kNibbles ? 1024 : record_bytes<F>();
   Sums<F> dots[2];
-  F32x16 acc[kBlockRows];
+  F32x16 acc[kBlockRows];  // stays in registers only where every loop over it is unrolled
+#pragma GCC unroll 16
   for (int r = 0; r < kBlockRows; ++r) acc[r] = load(sums + r * kTileWidth);
   multiply_group<F>(panel, record, dots[0]);
   for (int64_t group = 0; group < groups; ++group, w += record_bytes<F>()) {
@@ -214,6 +215,7 @@ void multiply_block(const uint8_t* w, const uint8_t* panel, Record<const uint8_t
       acc[r] = add_group<F>(acc[r], dot, scale, constants, here, r);
     }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < kBlockRows; ++r) store(sums + r * kTileWidth, acc[r]);
 }
 

@@ -11,7 +11,8 @@
 //   Bytes64             16 lanes of 4 bytes. dot_u4(acc, w, a) adds to each lane the products of its
 //                       four bytes of w, each in 0..15, with the four signed bytes of a (-128..127).
 //                       dot_u8 does so for w in 0..255 that stand for w - 128, where an accumulator must
-//                       start at -kInt8Bias * (sum of all a).
+//                       start at -kInt8Bias * (sum of all a); biased(b) is b + 128 of signed bytes b.
+//                       dot_i8 does so for w in -128..127 and a in 0..255.
 //   reduce_add, reduce_max  of all lanes; of f32 in pairs eight, four, two and one apart
 //   stream, stream_fence  a store past the caches, to 64 aligned bytes; makes such stores visible to other threads
 //   prefetch            below
@@ -30,10 +31,10 @@ using Mask = uint16_t;
 
 inline Mask first_lanes(int n) { return n >= kLanes ? Mask(0xffff) : Mask((1u << n) - 1); }
 
-// Asks for the cache lines of `bytes` from `p` on, which need not exist. Inlined by force: gcc takes a function that
-// only prefetches for one without effect.
+// Asks the second cache for the lines of `bytes` from `p` on, which need not exist: it can wait for more lines at once
+// than the first. Inlined by force: gcc takes a function that only prefetches for one without effect.
 [[gnu::always_inline]] inline void prefetch(const void* p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i, 0, 2);
 }
 
 }  // namespace trnc

@@ -163,5 +163,13 @@ inline I32x16 dot_u8(I32x16 acc, Bytes64 w, int32_t a) {
   const __m256i four = _mm256_set1_epi32(a);
   return {detail::madd4_wide(acc.lo, w.lo, four), detail::madd4_wide(acc.hi, w.hi, four)};
 }
+inline Bytes64 biased(Bytes64 b) {
+  const __m256i signs = _mm256_set1_epi8(-128);
+  return {_mm256_xor_si256(b.lo, signs), _mm256_xor_si256(b.hi, signs)};
+}
+inline I32x16 dot_i8(I32x16 acc, Bytes64 w, int32_t a) {
+  const __m256i four = _mm256_set1_epi32(a);
+  return {detail::madd4_wide(acc.lo, four, w.lo), detail::madd4_wide(acc.hi, four, w.hi)};
+}
 
 }  // namespace trnc

@@ -88,5 +88,9 @@ inline I32x16 dot_u4(I32x16 acc, Bytes64 w, int32_t a) {
 }
 constexpr int kInt8Bias = 128;
 inline I32x16 dot_u8(I32x16 acc, Bytes64 w, int32_t a) { return dot_u4(acc, w, a); }
+inline Bytes64 biased(Bytes64 b) { return {_mm512_xor_si512(b.v, _mm512_set1_epi8(-128))}; }
+inline I32x16 dot_i8(I32x16 acc, Bytes64 w, int32_t a) {
+  return {_mm512_dpbusd_epi32(acc.v, _mm512_set1_epi32(a), w.v)};
+}
 
 }  // namespace trnc

@@ -139,5 +139,12 @@ inline I32x16 dot_u4(I32x16 acc, Bytes64 w, int32_t a) {
 }
 constexpr int kInt8Bias = 128;
 inline I32x16 dot_u8(I32x16 acc, Bytes64 w, int32_t a) { return dot_u4(acc, w, a); }
+inline Bytes64 biased(Bytes64 b) { return {b.v ^ 0x80808080u}; }
+inline I32x16 dot_i8(I32x16 acc, Bytes64 w, int32_t a) {
+  for (int i = 0; i < 32; i += 8) {
+    acc.v += (detail::IntVector(w.v << (24 - i)) >> 24) * static_cast<int32_t>(static_cast<uint8_t>(a >> i));
+  }
+  return acc;
+}
 
 }  // namespace trnc
