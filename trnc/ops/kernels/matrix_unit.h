@@ -29,13 +29,14 @@ inline bool has_matrix_unit() {
 
 class MatrixUnit {
  public:
-  // Registers 0 and 1 are sums of 16 rows, 2 weights, 3 activations: 16 rows of `bytes`, which are multiplied at once.
+  // Registers 0, 1, 4 and 5 are sums of 16 rows; 3 and 7 have 16 rows of `bytes`, which are multiplied at once with the
+  // fours of bytes that registers 2 and 6 have for 16 columns.
   explicit MatrixUnit(int bytes) {
     Config config{};
     config.palette = 1;
-    for (int i = 0; i < 4; ++i) {
-      config.rows[i] = static_cast<uint8_t>(i == 2 ? bytes / 4 : 16);
-      config.bytes[i] = static_cast<uint16_t>(i == 3 ? bytes : 64);
+    for (int i = 0; i < 8; ++i) {
+      config.rows[i] = static_cast<uint8_t>(i % 4 == 2 ? bytes / 4 : 16);
+      config.bytes[i] = static_cast<uint16_t>(i % 4 == 3 ? bytes : 64);
     }
     asm volatile("ldtilecfg %0" ::"m"(config));  // the intrinsic hides from gcc 11 and 12 that it reads memory
   }
@@ -53,8 +54,12 @@ class MatrixUnit {
 
 // The compiler's intrinsics want a literal for a register.
 template <int Register>
-void tile_load(const void* from) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(int64_t{64}), "i"(Register) : "memory");
+void tile_load(const void* from, int64_t stride = 64) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(Register) : "memory");
+}
+template <int Register>
+void tile_zero() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(Register));
 }
 template <int Register>
 void tile_store(void* to) {
@@ -64,6 +69,15 @@ void tile_store(void* to) {
 template <int Sum, int A, int B>
 void tile_multiply() {
   asm volatile("tilezero %%tmm%c0\n\ttdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(A), "i"(B));
+}
+// Sum += A times B, of signed bytes; and of unsigned A.
+template <int Sum, int A, int B>
+void tile_add_signed() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(A), "i"(B));
+}
+template <int Sum, int A, int B>
+void tile_add_unsigned() {
+  asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(A), "i"(B));
 }
 
 #else
