@@ -18,7 +18,9 @@ namespace {
 constexpr int kRows = kWide ? 8 : 4;         // rows of a vector kernel that share one unpacking of the weights
 constexpr int64_t kVectorRows = 12;          // so few rows do not repay what the matrix unit needs unpacked
 constexpr int64_t kChunkBytes = 256 * 1024;  // quantised rows that stay in L2 while tiles stream
-constexpr int64_t kPanelGroups = 9;          // groups whose unpacked weights stay in L1 while rows stream
+constexpr int64_t kPanelGroups = 9;          // groups whose unpacked weights stay in L1 while rows stream ...
+constexpr int64_t kPairGroups = 6;           // ... of one tile, and of two
+constexpr int64_t kPairBlocks = 3;           // blocks from which on two tiles repay sharing what is loaded of rows
 constexpr int64_t kSpanElements = 2048;      // elements that are worth claiming a span for, to quantise
 constexpr int64_t kSpanProducts = 1 << 17;   // multiplications that are worth claiming a span for
 constexpr int64_t kPrefetchBytes = 4096;     // weights asked for ahead of their use; hardware looks less far
@@ -192,79 +194,156 @@ inline void multiply_group(const uint8_t* w, Record<const uint8_t> record, Sums<
   tile_store<1>(sums.part[1]);
 }
 
-// A tile times a block over some groups: adds to the block's sums. `panel` is what unpack_tile returned. The unit works
-// one group ahead of the vectors that scale its sums.
+// Groups of a tile: as they are stored, and as unpack_tile returned them.
+struct Panel {
+  const uint8_t *stored, *unpacked;
+};
+
 template <class F>
-void multiply_block(const uint8_t* w, const uint8_t* panel, Record<const uint8_t> record, int64_t groups, float* sums) {
-  constexpr int64_t kPanelBytes = F::kNibbles ? 1024 : record_bytes<F>();
-  Sums<F> dots[2];
-  F32x16 acc[kBlockRows];  // stays in registers only where every loop over it is unrolled
+constexpr int64_t kPanelBytes = F::kNibbles ? 1024 : record_bytes<F>();
+
+// A block's scaled sums with one tile.
+struct BlockSums {
+  F32x16 row[kBlockRows];  // stays in registers only where every loop over it is unrolled
+
+  void load_from(const float* sums) {
 #pragma GCC unroll 16
-  for (int r = 0; r < kBlockRows; ++r) acc[r] = load(sums + r * kTileWidth);
-  multiply_group<F>(panel, record, dots[0]);
-  for (int64_t group = 0; group < groups; ++group, w += record_bytes<F>()) {
-    const Record<const uint8_t> here = record;
-    record = record.next();
-    if (group + 1 < groups) multiply_group<F>(panel += kPanelBytes, record, dots[(group + 1) % 2]);
+    for (int r = 0; r < kBlockRows; ++r) row[r] = load(sums + r * kTileWidth);
+  }
+  void store_to(float* sums) const {
+#pragma GCC unroll 16
+    for (int r = 0; r < kBlockRows; ++r) store(sums + r * kTileWidth, row[r]);
+  }
+  // Adds the products of a group of the tile, which is stored at `w`.
+  template <class F>
+  void add(const Sums<F>& dots, const uint8_t* w, Record<const uint8_t> record) {
     const auto* constants = reinterpret_cast<const uint16_t*>(w + F::kBlocks * 64);
     const F32x16 scale = load_f16(constants);
 #pragma GCC unroll 16
     for (int r = 0; r < kBlockRows; ++r) {
-      I32x16 dot = dots[group % 2].row(r);
-      if constexpr (!F::kOffset) dot = dot + broadcast(read_as<int32_t>(here.correction(r)));
-      acc[r] = add_group<F>(acc[r], dot, scale, constants, here, r);
+      I32x16 dot = dots.row(r);
+      if constexpr (!F::kOffset) dot = dot + broadcast(read_as<int32_t>(record.correction(r)));
+      row[r] = add_group<F>(row[r], dot, scale, constants, record, r);
     }
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < kBlockRows; ++r) store(sums + r * kTileWidth, acc[r]);
+};
+
+// A tile times a block over some groups: adds to the block's sums. The unit works one group ahead of the vectors that
+// scale its sums.
+template <class F>
+void multiply_block(Panel w, Record<const uint8_t> record, int64_t groups, float* sums) {
+  Sums<F> dots[2];
+  BlockSums acc;
+  acc.load_from(sums);
+  multiply_group<F>(w.unpacked, record, dots[0]);
+  for (int64_t group = 0; group < groups; ++group, w.stored += record_bytes<F>()) {
+    const Record<const uint8_t> here = record;
+    record = record.next();
+    if (group + 1 < groups) multiply_group<F>(w.unpacked += kPanelBytes<F>, record, dots[(group + 1) % 2]);
+    acc.template add<F>(dots[group % 2], w.stored, here);
+  }
+  acc.store_to(sums);
 }
 
-// What a thread needs beside the tile registers: unpacked weights, and the sums of a tile for each block.
+// Two tiles of nibbles times a block. The unit makes all integer sums first, loading the rows once for both tiles.
+template <class F>
+void multiply_block_pair(const Panel (&w)[2], Record<const uint8_t> record, int64_t groups, float* sums) {
+  Sums<F> dots[2][kPairGroups];
+  Record<const uint8_t> here = record;
+  for (int64_t group = 0; group < groups; ++group, here = here.next()) {
+    tile_load<3>(here.high(0));
+    tile_load<2>(w[0].unpacked + group * kPanelBytes<F>);
+    tile_multiply<0, 3, 2>();
+    tile_store<0>(dots[0][group].part[0]);
+    tile_load<2>(w[1].unpacked + group * kPanelBytes<F>);
+    tile_multiply<1, 3, 2>();
+    tile_store<1>(dots[1][group].part[0]);
+  }
+  for (int t = 0; t < 2; ++t, sums += kBlockRows * kTileWidth) {
+    BlockSums acc;
+    acc.load_from(sums);
+    here = record;
+    for (int64_t group = 0; group < groups; ++group, here = here.next()) {
+      acc.template add<F>(dots[t][group], w[t].stored + group * record_bytes<F>(), here);
+    }
+    acc.store_to(sums);
+  }
+}
+
+// What a thread needs beside the tile registers: unpacked weights, and the sums of its tiles for each block.
 struct MatrixScratch {
-  alignas(64) uint8_t panel[kPanelGroups * 1024];
+  alignas(64) uint8_t panel[2][kPanelGroups * 1024];
   std::vector<float> sums;
 };
 
-// One tile times blocks begin..end-1, by the matrix unit: some groups at a time, so that their unpacked weights stay in
+// T tiles times blocks begin..end-1, by the matrix unit: some groups at a time, so that their unpacked weights stay in
 // the first cache while blocks stream.
-template <class F>
+template <class F, int T>
 void multiply_blocks_matrix(const Linear& op, const Rows& rows, int64_t tile, int64_t begin, int64_t end) {
   static thread_local const auto scratch = std::make_unique<MatrixScratch>();
-  constexpr int64_t kBlockSums = kBlockRows * kTileWidth;
-  scratch->sums.assign((end - begin) * kBlockSums, 0.0f);
-  const uint8_t* w = op.weight + tile * rows.groups * record_bytes<F>();
-  for (int64_t first = 0; first < rows.groups; first += kPanelGroups, w += kPanelGroups * record_bytes<F>()) {
-    const int64_t groups = std::min(kPanelGroups, rows.groups - first);
-    const uint8_t* panel = unpack_tile<F>(w, groups, scratch->panel);
+  constexpr int64_t kTileSums = kBlockRows * kTileWidth, kGroups = T == 1 ? kPanelGroups : kPairGroups;
+  scratch->sums.assign((end - begin) * T * kTileSums, 0.0f);
+  for (int64_t first = 0; first < rows.groups; first += kGroups) {
+    const int64_t groups = std::min(kGroups, rows.groups - first);
+    Panel w[T];
+    for (int t = 0; t < T; ++t) {
+      w[t].stored = op.weight + ((tile + t) * rows.groups + first) * record_bytes<F>();
+      w[t].unpacked = unpack_tile<F>(w[t].stored, groups, scratch->panel[t]);
+    }
     for (int64_t block = begin; block < end; ++block) {
-      float* const sums = scratch->sums.data() + (block - begin) * kBlockSums;
-      multiply_block<F>(w, panel, rows.read(block).skip(first), groups, sums);
+      float* const sums = scratch->sums.data() + (block - begin) * T * kTileSums;
+      const Record<const uint8_t> record = rows.read(block).skip(first);
+      if constexpr (T == 1) multiply_block<F>(w[0], record, groups, sums);
+      else multiply_block_pair<F>(w, record, groups, sums);
     }
   }
   for (int64_t row = begin * kBlockRows; row < std::min(rows.count, end * kBlockRows); ++row) {
-    finish(op, row, tile, load(scratch->sums.data() + (row - begin * kBlockRows) * kTileWidth));
+    const int64_t block = row / kBlockRows - begin;
+    const float* const sums = scratch->sums.data() + block * T * kTileSums + row % kBlockRows * kTileWidth;
+    for (int t = 0; t < T; ++t) finish(op, row, tile + t, load(sums + t * kTileSums));
   }
 }
 
 #endif
 
-// Calls multiply(tile, first block, last block) for every tile and chunk of blocks, in parallel; `begin_span()` gives
-// what is to live while a thread works.
-template <class Span, class Multiply>
+// Calls multiply(tile, first block, last block) for every `Tiles`-th tile and chunk of blocks, in parallel;
+// `begin_span()` gives what is to live while a thread works.
+template <int Tiles, class Span, class Multiply>
 void for_tiles(const Linear& op, const Rows& rows, Span&& begin_span, Multiply&& multiply) {
   const int64_t block_bytes = kBlockRows * rows.groups * kRowBytes;
   const int64_t chunk = std::max<int64_t>(1, kChunkBytes / block_bytes);
-  const int64_t chunks = (rows.blocks() + chunk - 1) / chunk, tiles = op.tiles();
-  const int64_t products = op.in_features * kTileWidth * std::min(chunk * kBlockRows, op.rows);
-  parallel_for(tiles * chunks, std::max<int64_t>(1, kSpanProducts / products), [&](int64_t begin, int64_t end) {
+  const int64_t chunks = (rows.blocks() + chunk - 1) / chunk, strips = (op.tiles() + Tiles - 1) / Tiles;
+  const int64_t products = op.in_features * kTileWidth * Tiles * std::min(chunk * kBlockRows, op.rows);
+  parallel_for(strips * chunks, std::max<int64_t>(1, kSpanProducts / products), [&](int64_t begin, int64_t end) {
     [[maybe_unused]] const auto span = begin_span();
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t block = i / tiles * chunk;
-      multiply(i % tiles, block, std::min(rows.blocks(), block + chunk));
+      const int64_t block = i / strips * chunk;
+      multiply(i % strips * Tiles, block, std::min(rows.blocks(), block + chunk));
     }
     if (op.streams) stream_fence();
   });
 }
+
+#if defined(__AMX_INT8__) && defined(__AMX_TILE__)
+
+template <class F>
+void run_matrix(const Linear& op, const Rows& rows) {
+  const auto unit = [] { return MatrixUnit(F::kNibbles ? 2 * kGroup : kGroup); };
+  const auto one = [&](int64_t tile, int64_t begin, int64_t end) {
+    multiply_blocks_matrix<F, 1>(op, rows, tile, begin, end);
+  };
+  if constexpr (F::kNibbles) {
+    if (rows.blocks() >= kPairBlocks) {
+      return for_tiles<2>(op, rows, unit, [&](int64_t tile, int64_t begin, int64_t end) {
+        if (tile + 2 > op.tiles()) return one(tile, begin, end);
+        multiply_blocks_matrix<F, 2>(op, rows, tile, begin, end);
+      });
+    }
+  }
+  for_tiles<1>(op, rows, unit, one);
+}
+
+#endif
 
 template <class F>
 void run(const Linear& op) {
@@ -278,15 +357,10 @@ void run(const Linear& op) {
     for (int64_t row = begin; row < end; ++row) quantize_row<F>(op, rows, row);
   });
 #if defined(__AMX_INT8__) && defined(__AMX_TILE__)
-  if (by_matrix) {
-    constexpr int kBytes = F::kNibbles ? 2 * kGroup : kGroup;
-    return for_tiles(op, rows, [] { return MatrixUnit(kBytes); }, [&](int64_t tile, int64_t begin, int64_t end) {
-      multiply_blocks_matrix<F>(op, rows, tile, begin, end);
-    });
-  }
+  if (by_matrix) return run_matrix<F>(op, rows);
 #endif
-  for_tiles(op, rows, [] { return 0; },
-            [&](int64_t tile, int64_t begin, int64_t end) { multiply_blocks<F>(op, rows, tile, begin, end); });
+  for_tiles<1>(op, rows, [] { return 0; },
+               [&](int64_t tile, int64_t begin, int64_t end) { multiply_blocks<F>(op, rows, tile, begin, end); });
 }
 
 }  // namespace
