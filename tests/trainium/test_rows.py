@@ -13,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.ops.pages import NO_PAGE, Cache, Heads, make_step, random_text
+from tests.ops.pages import (
+    NO_PAGE,
+    Cache,
+    Heads,
+    key_place,
+    make_step,
+    random_text,
+    value_place,
+)
 from tests.ops.weights import GROUPED, packed_weight, random_rows
 from trnc import ops
 from trnc.compiler.backends.stablehlo import sampling, words
@@ -138,6 +146,20 @@ def cache_array(rows: Tensor, *, keys: bool = False) -> Any:
     return jnp.asarray(bytes_)
 
 
+def device_pages(heads: Heads, keys: Tensor, values: Tensor) -> tuple[Any, Any]:
+    """Pages of the CPU as the device has them: in an int8 cache its bytes are in plain order."""
+    if heads.dtype != torch.int8:
+        return cache_array(keys), cache_array(values)
+    k, v = torch.empty_like(keys), torch.empty_like(values)
+    for slot in range(heads.page_size):
+        key = keys.flatten(2)[:, :, key_place(heads, slot)]
+        k[:, :, : heads.dim, slot] = key[..., : heads.dim]
+        scales = k[:, :, heads.dim :].view(*k.shape[:2], heads.page_size, 4)
+        scales[:, :, slot] = key[..., heads.dim :]
+        v[:, :, slot] = values.flatten(2)[:, :, value_place(heads, slot)]
+    return cache_array(k, keys=True), cache_array(v)
+
+
 @pytest.mark.parametrize("heads", HEADS, ids=lambda h: str(h.dtype).split(".")[1])
 @pytest.mark.parametrize("decode", [True, False])
 def test_paged_attention_and_its_write(heads, decode):
@@ -157,16 +179,14 @@ def test_paged_attention_and_its_write(heads, decode):
             step.q, step.k_new, step.v_new, cache.k, cache.v, step.tables, step.sequences, 0.25
         )
     new = (cache_array(step.k_new), cache_array(step.v_new))
-    pages = (cache_array(cache.k, keys=True), cache_array(cache.v))
+    pages = device_pages(heads, cache.k, cache.v)
     where = (array(tables), array(step.sequences))
     got = row("paged_attention", array(step.q), *new, *pages, *where, site=site, static=(0.25,))
     close(got, wanted)
     with reference_mode():
         ops.kv_write(cache.k, cache.v, step.k_new, step.v_new, step.tables, step.sequences)
     written = jax.jit(lambda *a: UPDATES["kv_write"](site, *a))(*pages, *new, *where)
-    for got, wanted in zip(
-        written, (cache_array(cache.k, keys=True), cache_array(cache.v)), strict=True
-    ):
+    for got, wanted in zip(written, device_pages(heads, cache.k, cache.v), strict=True):
         # Page 0 is nobody's here, too: padding is written there.
         np.testing.assert_array_equal(np.asarray(got)[1:], np.asarray(wanted)[1:])
 

@@ -76,10 +76,7 @@ def test_latent_attention_in_an_int8_cache(tmp_path, store):
     [
         ("glm4_moe", 4, {}),  # two KV heads that two ranks each share, experts two by two
         ("deepseek_v3", 2, {}),
-        pytest.param(
-            *("llama-biased", 8, {"num_attention_heads": 8, "tie_word_embeddings": True}),
-            marks=pytest.mark.slow,
-        ),
+        ("llama-biased", 8, {"num_attention_heads": 8, "tie_word_embeddings": True}),
     ],
 )
 def test_several_ranks_answer_as_one(tmp_path, store, family, ranks, changes):

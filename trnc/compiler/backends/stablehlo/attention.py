@@ -5,6 +5,10 @@ number of query rows, `Site.max_rows`, and what is past its own length is masked
 of `trnc.ops.attention`, with Q = max_rows and C = MP * S; the names of the sums say them:
 r sequence, q query row, j new key, h KV head, g query head of its group, m page, s slot, d width.
 
+An int8 cache is in an order of its own, not in the one that the CPU's instructions like: pages are
+`k_pages` [P, Hkv, D + 4, S], the last 4 rows being the bytes of S scales, and `v_pages` [P, Hkv, S,
+D + 4]. Nothing but this module reads them.
+
 Masked values are replaced and not multiplied by zero, since a page may hold anything.
 """
 
