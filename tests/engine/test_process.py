@@ -279,8 +279,8 @@ def test_a_signal_wakes_the_engine_once(api: Api, endpoint: str) -> None:
     with reader, writer, zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.linger = 0
         socket.connect(endpoint)
-        channel = Channel(socket=socket, wakeup=reader)
-        writer.send(b"x")
+        channel = Channel(socket=socket, wakeup=reader, waker=writer)
+        channel.wake()
         assert list(channel.receive(True)) == []
         assert select.select([reader], [], [], 0)[0] == []  # the next wait will sleep
         channel.terminate()
