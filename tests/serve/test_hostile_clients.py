@@ -181,7 +181,7 @@ def test_a_client_that_goes_frees_its_row_within_one_step(path, stream, how, mon
 
     monkeypatch.setattr("trnc.engine.process.decode_to_engine", decode)
     with running(Setup(gate=gate)) as server:
-        body = BODIES[path] | {"stream": stream}
+        body = BODIES[path] | {"stream": stream, "temperature": 0}  # no random end of the text
         body |= {"max_output_tokens": 300} if path == "/v1/responses" else {"max_tokens": 300}
         connection = connect(server)
         connection.sendall(request(path, json.dumps(body).encode()))
