@@ -219,6 +219,28 @@ def test_admission_waits_where_it_would_lead_to_a_preemption_at_once() -> None:
     assert bench.scheduler.counters.preemptions == 0
 
 
+def test_a_higher_priority_goes_first_of_those_that_wait() -> None:
+    bench = Bench(max_rows=1)
+    for name, priority in (("a", 0), ("b", 0), ("c", 7), ("d", 7), ("e", -1), ("f", 0)):
+        bench.add(name, range(3), 2, priority=priority)
+    bench.finish()
+    ends = [d.request_id for d in bench.deltas if d.finish_reason]
+    assert ends == ["c", "d", "a", "b", "f", "e"]
+
+
+def test_who_is_preempted_waits_in_its_own_place() -> None:
+    bench = Bench(page_size=4, num_pages=7, max_context=24, max_rows=2)
+    bench.add("old", range(8), 14)
+    bench.add("low", range(40, 48), 14, priority=-1)
+    bench.step()
+    bench.add("high", range(50, 54), 2, priority=1)
+    bench.finish()
+    assert bench.scheduler.counters.preemptions > 0
+    ends = [d.request_id for d in bench.deltas if d.finish_reason]
+    assert ends.index("high") < ends.index("low")
+    assert bench.tokens("low") == expected_tokens(range(40, 48), 14, SamplingParams(), bench.info)
+
+
 def test_the_lowest_free_slot_is_taken() -> None:
     bench = Bench(max_rows=4)
     for name in "abc":

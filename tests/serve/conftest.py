@@ -14,3 +14,4 @@ def server() -> Iterator[Server]:
     """One server for the tests of a module that leave it as it was."""
     with running() as server:
         yield server
+        server.check_idle()

@@ -30,7 +30,6 @@ from trnc.engine.executor import Executor
 from trnc.engine.messages import Stats
 from trnc.engine.process import EngineOptions, serve_engine
 from trnc.serve.access import Admission
-from trnc.serve.answer import Parsers
 from trnc.serve.app import create_app
 from trnc.serve.engine_client import EngineClient, bind_socket
 from trnc.serve.launch import uvicorn_config
@@ -62,7 +61,6 @@ class Setup:
     send_buffer: int | None = None
     start_engine: bool = True
     chat_template: str | None = TEMPLATE
-    parsers: Parsers | None = None
     bos: bool = False  # whether the tokenizer starts every text with a token
     real_executor: Executor | None = None  # instead of the scripted one
     grammars: bool = False
@@ -159,6 +157,15 @@ class Server:
             pass
         return stats
 
+    def check_idle(self, **headers: str) -> None:
+        """Rows, pages and places are free once the engine has seen that its clients are gone."""
+        while self.admission.open or self.engine.in_flight:
+            pass
+        self.wait_for(lambda stats: stats.running + stats.waiting == 0)
+        with self.http() as http:
+            [load] = http.get("/get_load", headers=headers).json()
+        assert load == {"num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0, "dp_rank": 0}
+
     def run(self, started: threading.Event) -> None:
         asyncio.run(self._run(started))
 
@@ -195,7 +202,6 @@ class Server:
             ),
             options=self._setup.options,
             admission=admission,
-            parsers=self._setup.parsers,
         )
         options = replace(self._setup.options, port=0)
         self._uvicorn = _Uvicorn(uvicorn_config(app, tls_context(options)))

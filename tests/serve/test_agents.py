@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from pydantic_ai import Agent
 from pydantic_ai.models import Model
 from pydantic_ai.models.anthropic import AnthropicModel
-from pydantic_ai.models.openai import OpenAIResponsesModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.profiles.openai import OpenAIModelProfile
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -18,13 +19,13 @@ from tests.serve import markup
 from tests.serve.harness import MODEL, Server, Setup, running
 
 HELLO = [{"role": "user", "content": "hello"}]
-CALL = 'Let me see.<call>weather {"city": "Bonn"}</call>'
+CALL = f"Let me see.{markup.call('weather', city='Bonn')}"
 ANSWER = "It is sunny in Bonn."
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running(Setup(chat_template=markup.TEMPLATE, parsers=markup.PARSERS)) as server:
+    with running(Setup(chat_template=markup.TEMPLATE, markup=markup.MARKUP)) as server:
         yield server
 
 
@@ -47,14 +48,15 @@ def model_of(api: str, server: Server) -> Model:
     if api == "messages":
         provider = AnthropicProvider(anthropic_client=server.async_anthropic())
         return AnthropicModel(MODEL, provider=provider)
-    return OpenAIResponsesModel(
+    kind = {"responses": OpenAIResponsesModel, "chat": OpenAIChatModel}[api]
+    return kind(
         MODEL,
         provider=OpenAIProvider(openai_client=server.async_openai()),
         profile=OpenAIModelProfile(openai_supports_strict_tool_definition=False),
     )
 
 
-@pytest.mark.parametrize("api", ["messages", "responses"])
+@pytest.mark.parametrize("api", ["messages", "responses", "chat"])
 def test_an_agent_runs_its_tool_loop(api, calling):
     asked: list[str] = []
     agent = Agent(model_of(api, calling))
@@ -68,6 +70,38 @@ def test_an_agent_runs_its_tool_loop(api, calling):
     answer = agent.run_sync("What is the weather in Bonn?")
     assert answer.output == ANSWER
     assert asked == ["Bonn"]
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_openais_client_runs_a_tool_loop_over_chat(calling, stream):
+    client = calling.openai()
+
+    def ask(messages: list[Any]) -> Any:
+        options: dict[str, Any] = {"model": MODEL, "messages": messages, "tools": [WEATHER]}
+        if not stream:
+            return client.chat.completions.create(**options).choices[0]
+        with client.chat.completions.stream(**options) as events:
+            return events.get_final_completion().choices[0]
+
+    first = ask(HELLO)
+    [call] = first.message.tool_calls
+    assert (first.finish_reason, first.message.content) == ("tool_calls", "Let me see.")
+    assert (call.function.name, json.loads(call.function.arguments)) == (
+        "weather",
+        {"city": "Bonn"},
+    )
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny in Bonn"}
+    answer = ask([*HELLO, first.message.to_dict(), result])
+    assert (answer.finish_reason, answer.message.content) == ("stop", ANSWER)
 
 
 @pytest.fixture(scope="module")

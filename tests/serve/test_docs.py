@@ -37,6 +37,7 @@ def test_every_field_is_on_the_page():
         fields.INERT,
         fields.CHAT_REFUSED,
         fields.COMPLETION_REFUSED,
+        fields.MESSAGE_INERT,
         fields.MESSAGE_REFUSED,
         fields.STREAM_OPTIONS_REFUSED,
     )

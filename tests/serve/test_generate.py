@@ -13,9 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.scripted_executor import expected_tokens
+from tests.serve import markup
 from tests.serve.harness import Server, Setup, running
 from tests.serve.test_requests import error_of, json_values
 from trnc.core import SamplingParams
+from trnc.serve.listening import ServeOptions
 
 PROMPT = "Once upon a time"
 REPLY = " there was a small house in the wood, with a red door."
@@ -165,6 +167,52 @@ def test_logprobs_without_alternatives_and_of_the_stop_token(server):
     assert meta["output_token_logprobs"][-1][1] == server.tokenizer.eos_token_ids[0]
     assert "output_top_logprobs" not in meta
     assert "output_token_logprobs" not in generate(server, text=PROMPT).json()["meta_info"]
+
+
+@pytest.mark.parametrize("start", [0, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_the_input_begin_where_they_are_asked_for(server, start, stream):
+    fields = {"text": PROMPT, "return_logprob": True, "top_logprobs_num": 2, "stream": stream}
+    fields |= {"logprob_start_len": start, "sampling_params": {"max_new_tokens": 2, "n": 2}}
+    answer = generate(server, **fields)
+    ids = server.prompt_ids(PROMPT)[start:]
+    bodies = events(answer) if stream else answer.json()
+    assert len(bodies) >= 2
+    for body in bodies:
+        meta = body["meta_info"]
+        none, *rest = meta["input_token_logprobs"]
+        assert none == [None, ids[0], None]
+        assert rest == [[-0.5, token_id, None] for token_id in ids[1:]]
+        first, *tops = meta["input_top_logprobs"]
+        assert first is None
+        assert [[entry[0] for entry in top] for top in tops] == [[-0.5, -1.5]] * (len(ids) - 1)
+        assert meta["output_token_logprobs_length"] == meta["completion_tokens"]
+
+
+def test_each_prompt_of_a_batch_has_its_own_start(server):
+    bodies = generate(
+        server, text=[PROMPT, PROMPT], return_logprob=True, logprob_start_len=[-1, 1]
+    ).json()
+    told = [len(body["meta_info"]["input_token_logprobs"]) for body in bodies]
+    assert told == [0, len(server.prompt_ids(PROMPT)) - 1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_new_tokens_are_a_prompt_that_is_scored_and_cached(server, stream):
+    fields = {"text": "a prompt that fills more than one page, " * 2, "stream": stream}
+    params = {"max_new_tokens": 0}
+    answer = generate(
+        server, **fields, sampling_params=params, return_logprob=True, logprob_start_len=0
+    )
+    body = events(answer)[-1] if stream else answer.json()
+    meta = body["meta_info"]
+    assert (body["text"], body["output_ids"], meta["completion_tokens"]) == ("", [], 0)
+    assert meta["finish_reason"] == {"type": "length", "length": 0}
+    assert len(meta["input_token_logprobs"]) == meta["prompt_tokens"]
+    assert meta["output_token_logprobs"] == []
+    again = generate(server, **fields, sampling_params=params)
+    again = events(again)[-1] if stream else again.json()
+    assert again["meta_info"]["cached_tokens"] >= 16
 
 
 # --- streams --------------------------------------------------------------------------------------
@@ -324,7 +372,25 @@ def test_openais_answers_are_aborted_by_their_ids():
             "top_logprobs_num",
             "between 0 and 20",
         ),
-        ({"text": "a", "logprob_start_len": 0}, "logprob_start_len", "not supported"),
+        ({"text": "a", "logprob_start_len": 0}, "logprob_start_len", "needs 'return_logprob'"),
+        ({"text": "a", "logprob_start_len": 1}, "logprob_start_len", "less than the 1 tokens"),
+        ({"text": "a", "logprob_start_len": -2}, "logprob_start_len", "must be -1"),
+        ({"text": "a", "priority": 1}, "priority", "--priority-scheduling"),
+        (
+            {"text": "a", "max_thinking_tokens": 1},
+            "max_thinking_tokens",
+            "--reasoning-parser",
+        ),
+        (
+            {
+                "text": "a",
+                "max_thinking_tokens": 1,
+                "sampling_params": {"custom_params": {"thinking_budget": 2}},
+            },
+            "max_thinking_tokens",
+            "differ",
+        ),
+        ({"text": "a", "sampling_params": {"custom_params": {"x": 2}}}, "custom_params.x", "Unkno"),
         ({"text": "a", "txt": 1}, "txt", "Did you mean 'text'"),
         ({"text": "a", "lora_path": "x"}, "lora_path", "not supported"),
         ({"text": "a", "sampling_params": {"temprature": 1}}, "temprature", "'temperature'"),
@@ -335,7 +401,7 @@ def test_openais_answers_are_aborted_by_their_ids():
             "non-negative finite",
         ),
         ({"text": "a", "sampling_params": {"top_p": 0}}, "top_p", "above 0"),
-        ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens", "at least 1"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens", "at least 0"),
         ({"text": "a", "sampling_params": {"max_new_tokens": 9999}}, "max_new_tokens", "are left"),
         ({"text": "a", "sampling_params": {"sampling_seed": 2**63}}, "sampling_seed", "64-bit"),
         ({"text": "a", "sampling_params": {"stop_regex": "("}}, "stop_regex", "RE2"),
@@ -381,13 +447,84 @@ def test_an_id_in_use_is_refused():
     assert (answer.status_code, "in use" in error_of(answer)["message"]) == (400, True)
 
 
-def test_logprobs_that_the_preset_leaves_out_are_refused_by_sglangs_name():
-    with running(Setup(features=())) as server:
-        error = error_of(generate(server, text="a", return_logprob=True))
-        assert (error["param"], error["code"]) == ("return_logprob", "feature_disabled")
+@pytest.mark.parametrize(
+    ("features", "fields", "param"),
+    [
+        ((), {"return_logprob": True}, "return_logprob"),
+        (("logprobs",), {"return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
+        ((), {"max_thinking_tokens": 5}, "max_thinking_tokens"),
+        ((), {"sampling_params": {"min_new_tokens": 5}}, "sampling_params.min_new_tokens"),
+    ],
+)
+def test_what_the_preset_leaves_out_is_refused_by_sglangs_name(features, fields, param):
+    with running(Setup(features=features)) as server:
+        error = error_of(generate(server, text="a", **fields))
+        assert (error["param"], error["code"]) == (param, "feature_disabled")
+        assert f"'{param}'" in error["message"]
 
 
-FIELDS = ["text", "input_ids", "rid", "stream", "return_logprob", "top_logprobs_num"]
+# --- thinking and priorities ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_thinking_tokens": 3},
+        {"max_thinking_tokens": [3]},
+        {"sampling_params": {"custom_params": {"thinking_budget": 3}}},
+    ],
+)
+def test_thinking_has_a_limit_under_both_of_its_names(fields):
+    setup = Setup(markup=markup.MARKUP)
+    with running(setup) as server:
+        words = reply_ids(server, "the lazy dog jumps over")
+        server.say("Why?<think>", words)
+        prompt = ["Why?<think>"] if isinstance(fields.get("max_thinking_tokens"), list) else None
+        body = generate(server, text=prompt or "Why?<think>", **fields).json()
+        text = (body[0] if prompt else body)["text"]
+        assert text.startswith(server.tokenizer.decode(words[:3]) + "</think>")
+
+
+@pytest.mark.parametrize(
+    ("path", "ask", "order"),
+    [
+        ("/generate", lambda p: {"text": PROMPT, "priority": p}, [5, 0, -5]),
+        ("/v1/completions", lambda p: {"prompt": PROMPT, "priority": p}, [-5, 0, 5]),
+    ],
+)
+def test_priorities_are_the_order_of_admission(path, ask, order):
+    """SGLang's routes take higher ones first, OpenAI's the lower ones, as vLLM does."""
+    gate = threading.Semaphore(0)
+    options = ServeOptions(priority_scheduling=True)
+    ended: list[int] = []
+
+    def post(priority: int) -> None:
+        assert httpx.post(f"{server.url}{path}", json=ask(priority), timeout=60).status_code == 200
+        ended.append(priority)
+
+    with running(Setup(gate=gate, options=options, max_rows=1)) as server:
+        threads = [threading.Thread(target=post, args=(p,)) for p in (0, -5, 0, 5)]
+        for i, thread in enumerate(threads):
+            thread.start()
+            while len(server.engine.in_flight) <= i:
+                pass
+        gate.release(10_000)
+        for thread in threads:
+            thread.join()
+    assert ended == [0, *order], "the first one runs already"
+
+
+FIELDS = [
+    "text",
+    "input_ids",
+    "rid",
+    "stream",
+    "return_logprob",
+    "top_logprobs_num",
+    "logprob_start_len",
+    "max_thinking_tokens",
+    "priority",
+]
 PARAMS = ["max_new_tokens", "stop", "stop_regex", "temperature", "top_p", "n", "stop_token_ids"]
 
 

@@ -13,7 +13,6 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -54,23 +53,6 @@ def all_of(connection: socket.socket) -> bytes:
         while chunk := connection.recv(65536):
             text += chunk
     return text
-
-
-def assert_nothing_is_left(server: Server, free_pages: int) -> None:
-    """Rows, pages and places are free again once the engine has seen that its clients are gone."""
-    while server.admission.open or server.engine.in_flight:
-        pass
-    stats = server.wait_for(lambda stats: stats.running + stats.waiting == 0)
-    assert stats.free_pages == free_pages
-    assert chat(server).status_code == 200
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with running() as server:
-        free_pages = server.stats().free_pages
-        yield server
-        assert_nothing_is_left(server, free_pages)
 
 
 # --- malformed requests ---------------------------------------------------------------------------
@@ -224,7 +206,6 @@ def fast_reader(server: Server) -> None:
 
 def test_slow_readers_hold_their_connections_and_nothing_else():
     with running(Setup(max_rows=8, send_buffer=SMALL)) as server:
-        free_pages = server.stats().free_pages
         connections = slow_readers(server, 60)
         assert server.admission.open == 60, "they are stuck in the middle of their answers"
         stats = server.stats()
@@ -240,7 +221,8 @@ def test_slow_readers_hold_their_connections_and_nothing_else():
         assert text.count(b'"finish_reason":"length"') == 1
         for connection in connections:
             connection.close()
-        assert_nothing_is_left(server, free_pages)
+        server.check_idle()
+        assert chat(server).status_code == 200
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="a feature of Linux")

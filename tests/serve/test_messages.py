@@ -32,7 +32,7 @@ WEATHER_IN_CHAT = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running(Setup(chat_template=markup.TEMPLATE, parsers=markup.PARSERS)) as server:
+    with running(Setup(chat_template=markup.TEMPLATE, markup=markup.MARKUP)) as server:
         yield server
 
 
@@ -103,7 +103,7 @@ def test_the_stream_has_anthropics_events_in_order(server, client):
 def test_a_stream_accumulates_to_the_whole_answer(server, client):
     server.say(
         HELLO,
-        '<think>They greet.</think>Good <call>weather {"city": "Bonn"}</call>',
+        f"<think>They greet.</think>Good {markup.call('weather', city='Bonn')}",
         tools=[WEATHER_IN_CHAT],
     )
     whole = create(client, tools=[WEATHER])
@@ -188,7 +188,7 @@ def test_every_block_reaches_the_template(server, client):
 
 
 def test_what_the_model_says_can_be_sent_back(server, client):
-    server.say(HELLO, "<think>Hm.</think><call>weather {}</call>", tools=[WEATHER_IN_CHAT])
+    server.say(HELLO, f"<think>Hm.</think>{markup.call('weather')}", tools=[WEATHER_IN_CHAT])
     first = create(client, tools=[WEATHER])
     call = first.content[-1]
     messages = [
@@ -216,7 +216,7 @@ def test_thinking_is_a_variable_of_the_template(server, client):
     server.executor.script[tuple(prompt)] = ids
     assert create(client).content[0].text == "plain"
     assert create(client, thinking={"type": "disabled"}).content[0].text == "plain"
-    assert create(client, thinking={"type": "adaptive"}).content[0].text == "thought"
+    assert create(client, thinking={"type": "adaptive"}).content[0].thinking == "thought"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -246,7 +246,7 @@ def test_an_answer_that_the_context_ends_says_so(server, client):
 
 
 def test_one_call_at_a_time_if_asked(server, client):
-    server.say(HELLO, "<call>weather {}</call><call>weather {}</call>", tools=[WEATHER_IN_CHAT])
+    server.say(HELLO, markup.call("weather") * 2, tools=[WEATHER_IN_CHAT])
     both = create(client, tools=[WEATHER])
     one = create(
         client,
@@ -259,9 +259,9 @@ def test_one_call_at_a_time_if_asked(server, client):
 
 
 def test_no_tools_may_be_called_with_tool_choice_none(server, client):
-    server.say(HELLO, "<call>weather {}</call>")
+    server.say(HELLO, markup.call("weather"))
     answer = create(client, tools=[WEATHER], tool_choice={"type": "none"})
-    assert answer.content[0].text == "<call>weather {}</call>"
+    assert answer.content[0].text == markup.call("weather")
 
 
 def test_sampling_reaches_the_engine(server, client):
@@ -297,15 +297,19 @@ def test_count_tokens_is_the_prompt_of_the_same_message(server, client):
         ({"temperature": 3}, 400, "invalid_request_error", "between 0 and 2"),
         ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences"),
         ({"mcp_servers": [{}]}, 400, "invalid_request_error", "mcp_servers"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, 400, "", "budget_tokens"),
+        ({"thinking": {"type": "enabled"}}, 400, "", "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, 400, "", "at least 1"),
+        ({"thinking": {"type": "adaptive", "budget_tokens": 9}}, 400, "", "thinking.budget_tokens"),
         ({"thinking": {"type": "maybe"}}, 400, "", "thinking.type"),
         ({"output_config": {"effort": "low"}}, 400, "", "output_config.effort"),
-        ({"output_config": {"format": {}}}, 400, "", "output_config.format"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, 400, "", "format.schema"),
         ({"tool_choice": {"type": "auto"}}, 400, "", "needs 'tools'"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "any"}}, 400, "", "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, 400, "", "tool_choice.name"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, 400, "", "no tool"),
+        ({"tools": [WEATHER, WEATHER]}, 400, "", "two of them have the name"),
+        ({"tools": [{**WEATHER, "name": "a b"}]}, 400, "", "tools[0].name"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "", "tools[0].type"),
         ({"tools": [{"name": "x"}]}, 400, "", "'tools[0].input_schema' is required"),
-        ({"tools": [{**WEATHER, "strict": True}]}, 400, "", "tools[0].strict"),
         ({"messages": [{"role": "tool", "content": ""}]}, 400, "", "messages[0].role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
@@ -361,5 +365,5 @@ def test_an_engine_that_fails_is_an_error_before_and_an_event_in_a_stream():
 def test_without_the_models_markup_tools_are_refused():
     with running(Setup(chat_template=markup.TEMPLATE)) as server:
         assert "parser" in error_of(post(server, tools=[WEATHER]))["message"]
-    with running(Setup(parsers=markup.PARSERS)) as server:
+    with running(Setup(markup=markup.MARKUP)) as server:
         assert "no place for tools" in error_of(post(server, tools=[WEATHER]))["message"]

@@ -26,12 +26,8 @@ KEY = "a-key"
 def server() -> Iterator[Server]:
     options = ServeOptions(max_body_bytes=2**20, response_store=4, api_keys=(KEY,))
     with running(Setup(options=options, max_context=128)) as server:
-        free_pages = server.stats().free_pages
         yield server
-        while server.admission.open or server.engine.in_flight:
-            pass
-        stats = server.wait_for(lambda stats: stats.running + stats.waiting == 0)
-        assert stats.free_pages == free_pages
+        server.check_idle(authorization=f"Bearer {KEY}")
 
 
 @pytest.fixture(scope="module")

@@ -37,13 +37,14 @@ def _backend_json() -> str:
 
 
 def toy_tokenizer(
-    template: str | None = TEMPLATE, *, bos: bool = False
+    template: str | None = TEMPLATE, *, bos: bool = False, special: tuple[str, ...] = ()
 ) -> tuple[Tokenizer, ChatTemplate | None]:
     """Return a byte-level BPE tokenizer whose only end is `<|im_end|>`, and its template.
 
-    With `bos` every text starts with `<|endoftext|>`.
+    With `bos` every text starts with `<|endoftext|>`; `special` are further special tokens.
     """
     backend = Backend.from_str(_backend_json())
+    backend.add_special_tokens(list(special))
     if bos:
         start = ("<|endoftext|>", backend.token_to_id("<|endoftext|>"))
         backend.post_processor = processors.TemplateProcessing(

@@ -114,6 +114,10 @@ def serve(
         Path | None,
         typer.Option(help="Serve only clients with a certificate that these authorities signed."),
     ] = None,
+    priority_scheduling: Annotated[
+        bool,
+        typer.Option(help="Let requests with a better 'priority' be admitted before others."),
+    ] = False,
     response_store: Annotated[
         int,
         typer.Option(
@@ -181,6 +185,7 @@ def serve(
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
         ssl_ca_certs=ssl_ca_certs,
+        priority_scheduling=priority_scheduling,
         response_store=response_store,
         response_store_seconds=response_store_seconds,
         drain_seconds=drain_seconds,

@@ -18,25 +18,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trnc.checkpoint.tokenizer import Tokenizer
-from trnc.engine.messages import Grammar
+from trnc.engine.messages import MAX_WHITESPACE, Grammar
 
 if TYPE_CHECKING:
     import xgrammar
 
 COMPILE_SECONDS = 10.0
 COMPILE_MIB = 1024
-MAX_WHITESPACE = 16  # characters in a row between the tokens of JSON
+NO_TEXT = b"\xff"  # never a part of UTF-8
+# What xgrammar 0.2.9 lets through in strings of limited length: patterns of its grammars' text, and
+# what they should be. Control characters, which no JSON parser takes; and where arguments are not
+# JSON but GLM's markup, the markup that ends the string, and white space around it, which a reader
+# cannot tell from the string's own.
+_JSON_STRINGS = ((re.escape(r"[^\"\\\r\n]"), r"[^\0-\x1f\"\\\r\n]"),)
+_GLM_STRINGS = (
+    (re.escape(r"[\0-\U0010ffff]"), "[^<]"),
+    (r'"<arg_value>" whitespace\w*\{0, \d+\} ', '"<arg_value>" '),
+    (r' whitespace\w*\{0, \d+\} "</arg_value>"', ' "</arg_value>"'),
+)
 
 LoadTokenizer = Callable[[], Tokenizer]
 
 
 def vocabulary(tokenizer: Tokenizer, vocab_size: int) -> xgrammar.TokenizerInfo:
-    """Return what each token adds to a text, as xgrammar wants it; special ones add nothing."""
+    """Return what each token adds to a text, as xgrammar wants it.
+
+    Special tokens add a byte that no text has, so that only a grammar that names a token has it.
+    With no bytes at all xgrammar would not take it even there.
+    """
     import xgrammar
 
     known = min(tokenizer.vocab_size, vocab_size)
     table = [
-        b"" if token in tokenizer.special_ids else tokenizer.token_bytes(token)
+        NO_TEXT if token in tokenizer.special_ids else tokenizer.token_bytes(token)
         for token in range(known)
     ]
     return xgrammar.TokenizerInfo(
@@ -61,24 +75,37 @@ def compile_grammar(
         case "ebnf":
             return compiler.compile_grammar(grammar.source)
         case "structural_tag":
-            return compiler.compile_structural_tag(grammar.source)
+            return compiler.compile_grammar(_structural_tag(grammar.source))
 
 
 def _schema(source: str, *, strict: bool) -> xgrammar.Grammar:
     """Return the grammar of a JSON schema.
 
     White space is free but not endless, or a model might never come to an end. `strict`: objects
-    have no properties but those that the schema names. xgrammar 0.2.9 lets control characters into
-    strings of limited length, which no JSON parser takes: their class of characters is mended.
+    have no properties but those that the schema names.
     """
     import xgrammar
 
     grammar = xgrammar.Grammar.from_json_schema(
         source, strict_mode=strict, max_whitespace_cnt=MAX_WHITESPACE
     )
-    text = str(grammar)
-    loose, tight = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
-    return xgrammar.Grammar.from_ebnf(text.replace(loose, tight)) if loose in text else grammar
+    return _mended(grammar, _JSON_STRINGS)
+
+
+def _structural_tag(source: str) -> xgrammar.Grammar:
+    import xgrammar
+
+    faults = _JSON_STRINGS + (_GLM_STRINGS if '"glm_xml"' in source else ())
+    return _mended(xgrammar.Grammar.from_structural_tag(source), faults)
+
+
+def _mended(grammar: xgrammar.Grammar, faults: tuple[tuple[str, str], ...]) -> xgrammar.Grammar:
+    import xgrammar
+
+    text = mended = str(grammar)
+    for loose, tight in faults:
+        mended = re.sub(loose, tight.replace("\\", r"\\"), mended)
+    return grammar if mended == text else xgrammar.Grammar.from_ebnf(mended)
 
 
 def work(pipe: Connection) -> None:

@@ -14,6 +14,7 @@ import msgspec
 from trnc.core import FinishReason, SamplingParams, TokenLogprobs
 
 QUEUE_FULL = "queue_full"
+MAX_WHITESPACE = 16  # characters in a row between the tokens of JSON in a grammar
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -65,7 +66,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     `fork_of` names a request that was submitted before with the same prompt: this one starts when
     that prompt's full pages are computed, and shares them. An unknown id asks for nothing.
     `prompt_logprobs_from` is the first token of the prompt whose log-probability is given, if
-    `sampling.prompt_logprobs` asks for them; the token at 0 has none.
+    `sampling.prompt_logprobs` asks for them; the token at 0 has none. Of the requests that wait,
+    those of the highest `priority` are admitted first.
     """
 
     request_id: str
@@ -77,6 +79,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     fork_of: str | None = None
     rules: Rules = Rules()
     prompt_logprobs_from: int = 1
+    priority: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

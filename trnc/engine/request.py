@@ -41,6 +41,8 @@ class Request:
     draft starts from. `drafts` are on the device for the next verify; `draft_ids` are these, once
     they are read, of a request that needs them. `drafted` and `accepted` are totals.
 
+    Requests stand in the line in the order of their `place`: by priority, then by arrival.
+
     `rules` and `counts` are None where the request has none. `score_next` is the token of the
     prompt whose log-probability is wanted next; the prompt's length where none is.
     """
@@ -52,6 +54,7 @@ class Request:
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
     score_next: int
+    place: tuple[int, int] = (0, 0)
     rules: TokenRules | None = None
     counts: TokenCounts | None = None
     leader: Request | None = None

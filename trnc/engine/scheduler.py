@@ -2,9 +2,10 @@
 
 Continuous batching, first come first served. Requests stand in one line, in the order of their
 arrival: `running` is its front (they hold a slot and pages), `waiting` its tail. Admission moves
-the boundary by one request to the right and preemption by one to the left, so no request that
-waits is older than one that runs, and the oldest one goes on in every pair of steps: pages can
-always be had for it by preempting the others. That is why this cannot live-lock.
+the boundary by one request to the right and preemption by one to the left. The first one goes on in
+every pair of steps: pages can always be had for it by preempting the others. That is why this
+cannot live-lock. A request of a higher priority goes before those of lower ones that wait; nobody
+is preempted for it.
 
 Prefill and decode steps alternate while there is work for both: a long prompt does not stop the
 running decodes for longer than one chunk, nor do they stop a new request. A prefill step packs
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -104,6 +106,7 @@ class Scheduler:
         self._info = info
         self._max_waiting = max_waiting
         self._requests: dict[str, Request] = {}
+        self._arrivals = 0
         self._free_slots = list(range(info.max_rows))
         self._in_flight: deque[tuple[StepPlan, list[Row]]] = deque()
         self._depths = DepthPolicy(depths=info.mtp_depths, always=info.mtp_always)
@@ -120,7 +123,7 @@ class Scheduler:
         return bool(self._requests)
 
     def submit(self, message: Submit, matcher: Matcher | None = None) -> list[Delta]:
-        """Put a request at the end of the line; a resumed one that has all its tokens ends here.
+        """Put a request into the line; a resumed one that has all its tokens ends here.
 
         `matcher` is that of its grammar, if it has one. One that no token may follow ends, too.
 
@@ -142,7 +145,9 @@ class Scheduler:
         if request.rules is not None and request.rules.over:
             return [Delta(request.request_id, (), finish_reason="stop")]
         self._requests[request.request_id] = request
-        self.waiting.append(request)
+        request.place = (-message.priority, self._arrivals)
+        self._arrivals += 1
+        insort(self.waiting, request, key=_place)
         return []
 
     def abort(self, request_id: str) -> None:
@@ -310,7 +315,7 @@ class Scheduler:
         return request.slot
 
     def _admit_next(self) -> bool:
-        """Let the oldest request that waits run, if a slot and pages for all its tokens are free.
+        """Let the first request that waits run, if a slot and pages for all its tokens are free.
 
         A page for each running request is left, so that it is not preempted in the next step.
         """
@@ -351,7 +356,7 @@ class Scheduler:
             newest = self.running.pop()
             self._vacate(newest)
             newest.preemptions += 1
-            self.waiting.appendleft(newest)
+            insort(self.waiting, newest, key=_place)
             self.counters.preemptions += 1
             if newest is request:
                 return False
@@ -451,6 +456,10 @@ class Scheduler:
         oldest, rows = self._in_flight.popleft()
         assert oldest is plan, "steps end in the order in which they were planned"
         return rows
+
+
+def _place(request: Request) -> tuple[int, int]:
+    return request.place
 
 
 def _targets(request: Request, start: int, end: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ A model writes all three as one text. What tells them apart is the model's own m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,20 +63,6 @@ class PlainAnswer:
     def finish(self) -> Sequence[Part]:
         """Return nothing: nothing was held back."""
         return []
-
-
-@dataclass(frozen=True, slots=True)
-class Parsers:
-    """Makes parsers: `make(tools, prompt_ids)` of an answer to a prompt, with calls of these tools.
-
-    `tools` and `reasoning` say what the model's markup lets it tell apart, `special` whether some
-    of it is special tokens, which a text leaves out unless told otherwise.
-    """
-
-    make: Callable[[Tools, Sequence[int]], AnswerParser] = lambda _tools, _prompt: PlainAnswer()
-    tools: bool = False
-    reasoning: bool = False
-    special: bool = False
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:

@@ -16,7 +16,6 @@ from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.types import ASGIApp
 
 from trnc.serve.access import Admission, Keys, access_of, guarded
-from trnc.serve.answer import Parsers
 from trnc.serve.engine_client import EngineClient
 from trnc.serve.errors import handle_error
 from trnc.serve.generation import Generator
@@ -34,7 +33,6 @@ def make_parts(
     model: ServedModel,
     options: ServeOptions | None = None,
     admission: Admission | None = None,
-    parsers: Parsers | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Parts:
     """Return what the serving classes of every role are built from."""
@@ -51,12 +49,12 @@ def make_parts(
             tokenizer=model.tokenizer,
             defaults=model.defaults,
             reasoning=model.markup.reasoning,
+            priorities=options.priority_scheduling,
         ),
         prompts=PromptBuilder(tokenizer=model.tokenizer, template=model.template),
         admission=admission,
         options=options,
         settings=settings or {},
-        parsers=parsers or model.markup.parsers(model.tokenizer),
     )
 
 
@@ -66,7 +64,6 @@ def create_app(
     model: ServedModel,
     options: ServeOptions | None = None,
     admission: Admission | None = None,
-    parsers: Parsers | None = None,
     settings: Mapping[str, Any] | None = None,
     roles: tuple[Role, ...] = tuple(ROUTERS),
 ) -> ASGIApp:
@@ -80,7 +77,6 @@ def create_app(
         model=model,
         options=options,
         admission=admission,
-        parsers=parsers,
         settings=settings,
     )
     keys = Keys(api_keys=parts.options.api_keys, admin_key=parts.options.admin_api_key)

@@ -8,6 +8,7 @@ answer is `{"error": {"message", "type", "param", "code"}}`, below `/v1/messages
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from http import HTTPStatus
 
 import msgspec
@@ -158,6 +159,15 @@ _ANTHROPIC_TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }
+
+
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """Return the error with the client's name of its field, where `names` has one."""
+    name = names.get(error.param or "")
+    if name is None:
+        return error
+    text = str(error).replace(f"'{error.param}'", f"'{name}'")
+    return RequestError(text, param=name, code=error.code)
 
 
 def describe(error: BaseException) -> tuple[int, ErrorBody]:

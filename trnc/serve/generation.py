@@ -29,8 +29,8 @@ T = TypeVar("T")
 class GenerationRequest:
     """A checked request. `stop_token_ids` hold the eos ids unless the request ignores them.
 
-    `keep_stop`: the stop string, or the text of the stop token, is part of the answer. `fork_of` is
-    the id of the request whose prefill this one shares (`Submit`).
+    `max_tokens` 0 computes the prompt alone. `keep_stop`: the stop string, or the text of the stop
+    token, is part of the answer. `fork_of`, `scored_from` and `priority` are `Submit`'s.
     """
 
     request_id: str
@@ -44,6 +44,8 @@ class GenerationRequest:
     keep_stop: bool = False
     skip_special_tokens: bool = True
     fork_of: str | None = None
+    scored_from: int = 1
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +96,12 @@ class Generator:
             request_id=request.request_id,
             prompt_ids=request.prompt_ids,
             sampling=request.sampling,
-            max_tokens=request.max_tokens,
+            max_tokens=max(request.max_tokens, 1),  # the end of a prefill picks one in any case
             stop_token_ids=request.stop_token_ids,
             fork_of=request.fork_of,
             rules=request.rules,
+            prompt_logprobs_from=request.scored_from,
+            priority=request.priority,
         )
         cached_tokens = 0
         clock = _Clock(self._metrics)
@@ -107,6 +111,8 @@ class Generator:
                     clock.tick(len(delta.token_ids))
                 cached_tokens = max(cached_tokens, delta.cached_tokens)
                 output = _advance(assembler, delta, cached_tokens, keep_stop=request.keep_stop)
+                if not request.max_tokens:
+                    output = _without_tokens(output)
                 if output.finish_reason is not None:
                     clock.stop()
                 yield output
@@ -167,6 +173,20 @@ def _advance(
         drafted_tokens=delta.drafted_tokens,
         accepted_tokens=delta.accepted_tokens,
         prompt_logprobs=delta.prompt_logprobs,
+    )
+
+
+def _without_tokens(output: Output) -> Output:
+    """Return the output of a request for no tokens."""
+    return replace(
+        output,
+        text="",
+        tokens=(),
+        token_ids=(),
+        logprobs=(),
+        completion_tokens=0,
+        finish_reason="length" if output.finish_reason == "stop" else output.finish_reason,
+        matched=None,
     )
 
 

@@ -35,6 +35,7 @@ class ServeOptions:
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     ssl_ca_certs: Path | None = None
+    priority_scheduling: bool = False
     response_store: int = 0
     response_store_seconds: int = 3600
     drain_seconds: float = 0.0

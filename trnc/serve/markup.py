@@ -14,7 +14,6 @@ from trnc.checkpoint.tokenizer import Tokenizer
 from trnc.errors import ConfigError, nearest
 from trnc.serve.answer import (
     AnswerParser,
-    Parsers,
     Part,
     PlainAnswer,
     ReasoningPart,
@@ -44,19 +43,6 @@ class Markup:
         if tags is not None and opened is not False:
             return _MarkedAnswer(tags, reader, opened=bool(opened))
         return PlainAnswer() if reader is None else _MarkedAnswer(None, reader, opened=False)
-
-    def parsers(self, tokenizer: Tokenizer) -> Parsers:
-        """Return what makes the parsers of answers."""
-
-        def make(tools: Tools, prompt_ids: Sequence[int]) -> AnswerParser:
-            return self.parser(tokenizer, prompt_ids, tools)
-
-        return Parsers(
-            make=make,
-            tools=self.tools is not None,
-            reasoning=self.reasoning is not None,
-            special=self.is_special(tokenizer, tools=True),
-        )
 
     def is_special(self, tokenizer: Tokenizer, *, tools: bool) -> bool:
         """Whether some of it is special tokens, which a text leaves out unless told otherwise."""

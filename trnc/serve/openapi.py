@@ -27,11 +27,11 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """What a route does: `body` is None for one without, `answer` for one that is no JSON."""
+    """What a route does. `body` is None for one without, `answer` for one that gives no JSON."""
 
     summary: str
     body: BodyRules[Any] | None = None
-    answer: type[msgspec.Struct] | None = None
+    answer: Any = None
     streams: bool = False
 
 

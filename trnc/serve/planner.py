@@ -7,13 +7,13 @@ from typing import Protocol
 
 from trnc.checkpoint.generation import GenerationDefaults
 from trnc.checkpoint.tokenizer import Tokenizer
-from trnc.core import SamplingParams
 from trnc.engine.messages import Grammar, Ready
 from trnc.errors import RequestError
 from trnc.serve.engine_client import EngineClient
 from trnc.serve.generation import GenerationRequest
 from trnc.serve.reasoning import ReasoningTags
 from trnc.serve.sampling import (
+    INT64,
     SamplingFields,
     keep_stop,
     sampling_params,
@@ -23,6 +23,7 @@ from trnc.serve.sampling import (
 )
 from trnc.serve.stop_regex import stop_regexes
 from trnc.serve.structured import RuleFields, token_rules
+from trnc.serve.tools.formats import CallGrammar
 
 
 class RequestFields(SamplingFields, RuleFields, Protocol):
@@ -67,12 +68,15 @@ class RequestPlanner:
         tokenizer: Tokenizer,
         defaults: GenerationDefaults,
         reasoning: ReasoningTags | None,
+        priorities: bool,
     ) -> None:
+        """`priorities`: whether requests may have one."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._eos = tokenizer.eos_token_ids
         self._defaults = defaults
         self._reasoning = reasoning
+        self._priorities = priorities
 
     def plan(
         self,
@@ -85,22 +89,29 @@ class RequestPlanner:
         max_tokens_param: str,
         default_max_tokens: int | None,
         logprobs: int | None,
+        least_tokens: int = 1,
+        scored_from: int = 1,
+        priority: int = 0,
         max_temperature: float | None = 2.0,
-        grammar: tuple[Grammar, str] | None = None,
+        calls: CallGrammar | None = None,
+        text: tuple[Grammar, str] | None = None,
         penalize_prompt: bool = True,
     ) -> GenerationRequest:
         """Return the checked request; raises RequestError, or EngineUnavailableError.
 
-        `default_max_tokens` None means all that the context has room for. `max_temperature` is
-        the API's limit: OpenAI's unless said otherwise. `grammar` is one that the route brings,
-        with the name of its field; `penalize_prompt` says whether its repetition penalty counts
-        the prompt.
+        `default_max_tokens` None means all that the context has room for, `least_tokens` is the
+        API's lowest `max_tokens` and `max_temperature` its highest temperature: OpenAI's unless
+        said otherwise. `scored_from` is the first token of the prompt whose log-probability is
+        given, if they are asked for. A higher `priority` is admitted first. `calls` are those of
+        its tools; `text` is a grammar that the route brings, with the name of its field;
+        `penalize_prompt` says whether its repetition penalty counts the prompt.
         """
         info = self._engine.info
         budget = output_budget(
             len(prompt_ids),
             max_tokens,
             default=default_max_tokens,
+            least=least_tokens,
             context=context_size(info),
             prompt_param=prompt_param,
             max_tokens_param=max_tokens_param,
@@ -120,7 +131,8 @@ class RequestPlanner:
             max_tokens=budget,
             rules=token_rules(
                 fields,
-                grammar=grammar,
+                calls=calls,
+                text=text,
                 prompt_ids=prompt_ids,
                 max_tokens=budget,
                 tokenizer=self._tokenizer,
@@ -136,32 +148,45 @@ class RequestPlanner:
                 ignore_eos=bool(fields.ignore_eos),
                 vocab_size=info.vocab_size,
             ),
+            scored_from=scored_from,
+            priority=self._check_priority(priority),
             keep_stop=keep_stop(fields.include_stop_str_in_output, fields.no_stop_trim),
             skip_special_tokens=fields.skip_special_tokens is not False,
         )
 
+    def _check_priority(self, priority: int) -> int:
+        if priority and not self._priorities:
+            raise RequestError(
+                "'priority' is not available: the server runs without --priority-scheduling.",
+                param="priority",
+                code="feature_disabled",
+            )
+        if priority not in INT64:
+            raise RequestError("'priority' must be a 64-bit signed integer.", param="priority")
+        return priority
 
-def choices(request: GenerationRequest, count: int) -> list[GenerationRequest]:
-    """Return `count` requests with the same prompt, which is computed and scored once.
 
-    Choice i has the request's seed plus i, and so the answer that this seed gives alone.
+def choices(
+    request: GenerationRequest, count: int, *, score_each: bool = False
+) -> list[GenerationRequest]:
+    """Return `count` requests with the same prompt, which is computed once.
+
+    Choice i has the request's seed plus i, and so the answer that this seed gives alone. The first
+    one has the prompt's log-probabilities, if they are asked for; with `score_each` all have.
     """
     if count == 1:
         return [request]
     ids = [f"{request.request_id}-{i}" for i in range(count)]
+    unscored = replace(request.sampling, prompt_logprobs=None)
     return [
         replace(
             request,
             request_id=choice_id,
-            sampling=_unscored(with_seed_offset(request.sampling, i), i),
+            sampling=with_seed_offset(request.sampling if score_each or not i else unscored, i),
             fork_of=ids[0] if i else None,
         )
         for i, choice_id in enumerate(ids)
     ]
-
-
-def _unscored(sampling: SamplingParams, choice: int) -> SamplingParams:
-    return replace(sampling, prompt_logprobs=None) if choice else sampling
 
 
 def context_size(info: Ready) -> int:
@@ -177,11 +202,12 @@ def output_budget(
     requested: int | None,
     *,
     default: int | None,
+    least: int = 1,
     context: int,
     prompt_param: str,
     max_tokens_param: str,
 ) -> int:
-    """Return how many tokens may be generated.
+    """Return how many tokens may be generated, at least `least`.
 
     Without a request it is the default, or all that the context has room for.
 
@@ -199,9 +225,10 @@ def output_budget(
         )
     if requested is None:
         return room if default is None else min(default, room)
-    if requested < 1:
+    if requested < least:
         raise RequestError(
-            f"'{max_tokens_param}' must be at least 1, got {requested}.", param=max_tokens_param
+            f"'{max_tokens_param}' must be at least {least}, got {requested}.",
+            param=max_tokens_param,
         )
     if requested > room:
         raise RequestError(

@@ -14,7 +14,6 @@ from typing import Any, Literal
 from starlette.routing import Route
 
 from trnc.serve.access import Admission
-from trnc.serve.answer import Parsers
 from trnc.serve.engine_client import EngineClient
 from trnc.serve.generation import Generator
 from trnc.serve.listening import ServeOptions
@@ -42,7 +41,6 @@ class Parts:
     prompts: PromptBuilder
     admission: Admission
     options: ServeOptions
-    parsers: Parsers
     settings: Mapping[str, Any]
     routes: list[Route] = field(default_factory=list)  # of all roles; the composition root adds
 
@@ -53,7 +51,8 @@ class Parts:
             generator=self.generator,
             planner=self.planner,
             prompts=self.prompts,
-            parsers=self.parsers,
+            tokenizer=self.model.tokenizer,
+            markup=self.model.markup,
         )
 
     @property

@@ -16,6 +16,8 @@ from trnc.engine.messages import Grammar, Rules
 from trnc.errors import RequestError, nearest
 from trnc.serve.reasoning import ReasoningTags, thinking_of
 from trnc.serve.sampling import check_token_ids, need_feature
+from trnc.serve.structural_tags import any_of, element_of, tag_grammar
+from trnc.serve.tools.formats import CallGrammar
 
 MAX_SOURCE = 128 * 1024  # characters of a grammar
 MAX_CHOICES = 1024
@@ -85,7 +87,8 @@ class RuleFields(Protocol):
 def token_rules(
     fields: RuleFields,
     *,
-    grammar: tuple[Grammar, str] | None,
+    calls: CallGrammar | None,
+    text: tuple[Grammar, str] | None,
     prompt_ids: Sequence[int],
     max_tokens: int,
     tokenizer: Tokenizer,
@@ -93,17 +96,16 @@ def token_rules(
     vocab_size: int,
     features: Sequence[str],
 ) -> Rules:
-    """Return the rules of a request; `grammar` is one that a route brings, with its field's name.
+    """Return the rules of a request, whose answer may be `calls` of tools.
+
+    `text` is a grammar that a route brings of its own, with its field's name.
 
     Raises:
         RequestError: a field is malformed, two grammars are asked for, or the server runs without
             the feature; it names the field and the flag.
     """
-    found = [*_grammars(fields), *([grammar] if grammar is not None else [])]
-    if len(found) > 1:
-        names = " and ".join(f"'{param}'" for _, param in found)
-        raise RequestError(f"{names} each ask for a grammar: set one.", param=found[1][1])
-    chosen, param = found[0] if found else (None, "response_format")
+    found = [*_grammars(fields), *([text] if text is not None else [])]
+    chosen, param = _chosen(found, calls)
     if chosen is not None:
         need_feature(param, "structured_outputs", features)
         _check_size(chosen.source, param)
@@ -124,6 +126,28 @@ def token_rules(
 
 
 # Grammars
+
+
+def _chosen(
+    found: list[tuple[Grammar, str]], calls: CallGrammar | None
+) -> tuple[Grammar | None, str]:
+    """Return the one grammar of the answer and the field that asked for it.
+
+    Where a text in a grammar may be calls of tools instead, it is either.
+    """
+    params = [param for _, param in found]
+    if calls is not None and calls.must:
+        params.append(calls.param)
+    if len(params) > 1:
+        names = " and ".join(f"'{param}'" for param in params)
+        raise RequestError(f"{names} each ask for a grammar: set one.", param=params[1])
+    if calls is None:
+        return found[0] if found else (None, "response_format")
+    if found:
+        [(grammar, param)] = found
+        return tag_grammar(any_of([calls.calls, element_of(grammar, param)])), param
+    element = calls.calls if calls.must else calls.free
+    return (None if element is None else tag_grammar(element)), calls.param
 
 
 def _grammars(fields: RuleFields) -> Iterator[tuple[Grammar, str]]:

@@ -11,12 +11,17 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trnc.checkpoint.tokenizer import Tokenizer
 from trnc.core import FinishReason
+from trnc.engine.messages import Grammar
 from trnc.errors import RequestError
-from trnc.serve.answer import Parsers, Part, ReasoningPart, ToolCallPart, Tools
+from trnc.serve.answer import Part, ReasoningPart, ToolCallPart, Tools
+from trnc.serve.errors import renamed
 from trnc.serve.generation import GenerationRequest, Generator
+from trnc.serve.markup import Markup
 from trnc.serve.planner import RequestPlanner
 from trnc.serve.prompt import PromptBuilder, TemplateOptions
+from trnc.serve.tools.request import ToolChoice, ToolDemand, choose_tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,21 +65,24 @@ class TurnFields:
 class TurnRequest:
     """A checked conversation. `messages` are a template's, `tools` in OpenAI's chat shape.
 
-    The params are the API's names of what the limits may refuse. With `clip`, a `max_tokens` that
-    the context has no room for is cut to what it has.
+    The params are the API's names of what the limits may refuse. `text` is the grammar of the
+    answer's text, with its param. With `clip`, a `max_tokens` that the context has no room for is
+    cut to what it has.
     """
 
     request_id: str
     messages: list[dict[str, Any]]
     messages_param: str
     tools: Sequence[dict[str, Any]] = ()
+    demand: ToolDemand
+    text: tuple[Grammar, str] | None = None
     template: TemplateOptions
     fields: TurnFields
     max_tokens: int | None = None
     max_tokens_param: str
+    budget_param: str = "thinking_token_budget"
     clip: bool = False
     logprobs: int | None = None
-    parallel_calls: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,47 +120,61 @@ class TurnRunner:
         generator: Generator,
         planner: RequestPlanner,
         prompts: PromptBuilder,
-        parsers: Parsers,
+        tokenizer: Tokenizer,
+        markup: Markup,
     ) -> None:
         self._generator = generator
         self._planner = planner
         self._prompts = prompts
-        self._parsers = parsers
+        self._tokenizer = tokenizer
+        self._markup = markup
 
     async def prompt_ids(self, request: TurnRequest) -> tuple[int, ...]:
         """Return the prompt of a turn; raises RequestError for what the model cannot be told."""
-        if request.tools and not self._parsers.tools:
-            raise RequestError(
-                "'tools': this server does not know how its model calls tools"
-                " (no parser for its markup).",
-                param="tools",
-                code="unsupported_field",
-            )
-        template = replace(request.template, tools=request.tools)
-        return await self._prompts.from_messages(request.messages, request.messages_param, template)
+        return await self._prompt_ids(request, self._choose_tools(request))
 
     async def plan(self, request: TurnRequest) -> Turn:
         """Return the turn, ready to run; raises RequestError or EngineUnavailableError."""
-        generation = self._planner.plan(
-            request.fields,
-            request_id=request.request_id,
-            prompt_ids=await self.prompt_ids(request),
-            prompt_param=request.messages_param,
-            max_tokens=None if request.clip else request.max_tokens,
-            max_tokens_param=request.max_tokens_param,
-            default_max_tokens=request.max_tokens if request.clip else None,
-            logprobs=request.logprobs,
-        )
-        if self._parsers.special:
+        choice = self._choose_tools(request)
+        prompt_ids = await self._prompt_ids(request, choice)
+        try:
+            generation = self._planner.plan(
+                request.fields,
+                request_id=request.request_id,
+                prompt_ids=prompt_ids,
+                prompt_param=request.messages_param,
+                max_tokens=None if request.clip else request.max_tokens,
+                max_tokens_param=request.max_tokens_param,
+                default_max_tokens=request.max_tokens if request.clip else None,
+                logprobs=request.logprobs,
+                calls=choice.calls,
+                text=request.text,
+            )
+        except RequestError as error:
+            raise renamed(error, {"thinking_token_budget": request.budget_param}) from None
+        if self._markup.is_special(self._tokenizer, tools=bool(choice.tools)):
             generation = replace(generation, skip_special_tokens=False)
-        return Turn(generation, request.tools, request.parallel_calls)
+        return Turn(generation, choice.tools, request.demand.parallel)
+
+    def _choose_tools(self, request: TurnRequest) -> ToolChoice:
+        return choose_tools(
+            request.tools,
+            request.demand,
+            path="tools[{}]",
+            markup=self._markup,
+            tokenizer=self._tokenizer,
+        )
+
+    async def _prompt_ids(self, request: TurnRequest, choice: ToolChoice) -> tuple[int, ...]:
+        template = replace(request.template, tools=choice.tools)
+        return await self._prompts.from_messages(request.messages, request.messages_param, template)
 
     async def stream(self, turn: Turn) -> AsyncGenerator[Progress, None]:
         """Yield the answer as it comes; closing this aborts it. Raises what the engine raises.
 
         Where calls must not be parallel, the answer ends before a second one.
         """
-        parser = self._parsers.make(turn.tools, turn.generation.prompt_ids)
+        parser = self._markup.parser(self._tokenizer, turn.generation.prompt_ids, turn.tools)
         called, reasoning_tokens = False, 0
         async with aclosing(self._generator.stream(turn.generation)) as outputs:
             async for output in outputs:

@@ -99,6 +99,7 @@ class ToolParam(msgspec.Struct, frozen=True):
     name: str
     input_schema: dict[str, Any]
     description: str | None = None
+    strict: bool | None = None
     type: Literal["custom"] | None = None
 
 
@@ -119,6 +120,15 @@ class Thinking(msgspec.Struct, frozen=True):
 
 class OutputConfig(msgspec.Struct, frozen=True):
     """What the answer is to be like."""
+
+    format: dict[str, Any] | None = None
+
+
+class OutputFormat(msgspec.Struct, frozen=True):
+    """JSON of this schema."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
 
 
 MESSAGES_RULES = BodyRules(
@@ -154,7 +164,6 @@ TOOL_RULES = BodyRules(
         "eager_input_streaming": Inert(bool, "inputs are always streamed as they are written"),
     },
     {
-        "strict": _FALSE,
         "defer_loading": _FALSE,
         "input_examples": Refused((None, [])),
         "allowed_callers": Refused((None, ["direct"])),
@@ -162,9 +171,8 @@ TOOL_RULES = BodyRules(
 )
 TOOL_CHOICE_RULES = BodyRules(ToolChoice, {}, {})
 THINKING_RULES = BodyRules(Thinking, {}, {"display": _NO})
-OUTPUT_CONFIG_RULES = BodyRules(
-    OutputConfig, {}, {"effort": Refused((None, "high")), "format": _NO}
-)
+OUTPUT_CONFIG_RULES = BodyRules(OutputConfig, {}, {"effort": Refused((None, "high"))})
+OUTPUT_FORMAT_RULES = BodyRules(OutputFormat, {}, {})
 
 
 class Text(msgspec.Struct, frozen=True, tag_field="type", tag="text"):

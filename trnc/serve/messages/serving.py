@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -25,10 +25,13 @@ from trnc.serve.messages.protocol import (
     Usage,
 )
 from trnc.serve.messages.translate import (
-    check_options,
+    BUDGET_PARAM,
     template_messages,
     template_options,
     template_tools,
+    text_grammar,
+    thinking_budget,
+    tool_demand,
 )
 from trnc.serve.openai.common import served_model
 from trnc.serve.turn import Progress, Turn, TurnFields, TurnRequest, TurnRunner
@@ -104,18 +107,20 @@ class MessagesServing:
 def _turn_request(
     body: Conversation, request_id: str, fields: TurnFields, max_tokens: int | None
 ) -> TurnRequest:
-    choice = check_options(body)
+    fields = replace(fields, thinking_token_budget=thinking_budget(body))
     return TurnRequest(
         request_id=request_id,
         messages=template_messages(body),
         messages_param="messages",
-        tools=template_tools(body, choice),
+        tools=template_tools(body),
+        demand=tool_demand(body),
+        text=text_grammar(body),
         template=template_options(body),
         fields=fields,
         max_tokens=max_tokens,
         max_tokens_param="max_tokens",
+        budget_param=BUDGET_PARAM,
         clip=True,  # the field is required: clients send a large one and mean no limit
-        parallel_calls=not choice.disable_parallel_tool_use,
     )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from trnc.engine.messages import Grammar
 from trnc.errors import RequestError, nearest
 from trnc.serve.body import BodyRules, convert_object
 from trnc.serve.messages.protocol import (
     MESSAGE_RULES,
     OUTPUT_CONFIG_RULES,
+    OUTPUT_FORMAT_RULES,
     TEXT_RULES,
     THINKING_PARAM_RULES,
     THINKING_RULES,
@@ -17,11 +19,14 @@ from trnc.serve.messages.protocol import (
     TOOL_RULES,
     TOOL_USE_RULES,
     Conversation,
-    ToolChoice,
 )
 from trnc.serve.prompt import TemplateOptions
+from trnc.serve.structured import schema_grammar
+from trnc.serve.tools.request import ToolDemand
 
 Messages = list[dict[str, Any]]
+
+BUDGET_PARAM = "thinking.budget_tokens"
 
 
 def template_messages(body: Conversation) -> Messages:
@@ -63,38 +68,57 @@ def template_options(body: Conversation) -> TemplateOptions:
     return TemplateOptions(not continues, continues, {"enable_thinking": thinks})
 
 
-def check_options(body: Conversation) -> ToolChoice:
-    """Return how tools may be called; raises RequestError for what is not supported."""
-    if body.output_config is not None:
-        convert_object(body.output_config, OUTPUT_CONFIG_RULES, path="output_config")
-    if body.thinking is not None:
-        thinking = convert_object(body.thinking, THINKING_RULES, path="thinking")
-        if thinking.type == "enabled":
-            raise RequestError(
-                "'thinking.budget_tokens' cannot be enforced by this server yet: use"
-                ' {"type": "adaptive"} for thinking without a budget, or leave it out.',
-                param="thinking.budget_tokens",
-                code="unsupported_field",
-            )
+def thinking_budget(body: Conversation) -> int | None:
+    """Return the most tokens of thinking, None where there is no limit; raises RequestError."""
+    if body.thinking is None:
+        return None
+    thinking = convert_object(body.thinking, THINKING_RULES, path="thinking")
+    budget = thinking.budget_tokens
+    if (budget is None) == (thinking.type == "enabled"):
+        raise RequestError(
+            f"'{BUDGET_PARAM}' must be there exactly if 'thinking.type' is 'enabled'.",
+            param=BUDGET_PARAM,
+        )
+    if budget is not None and budget < 1:
+        raise RequestError(
+            f"'{BUDGET_PARAM}' must be at least 1, got {budget}.", param=BUDGET_PARAM
+        )
+    return budget
+
+
+def text_grammar(body: Conversation) -> tuple[Grammar, str] | None:
+    """Return the grammar of the text, with the field that asks for it; raises RequestError."""
+    if body.output_config is None:
+        return None
+    config = convert_object(body.output_config, OUTPUT_CONFIG_RULES, path="output_config")
+    if config.format is None:
+        return None
+    param = "output_config.format"
+    format = convert_object(config.format, OUTPUT_FORMAT_RULES, path=param)
+    return schema_grammar(format.schema, f"{param}.schema"), param
+
+
+def tool_demand(body: Conversation) -> ToolDemand:
+    """Return what the request demands of calls; raises RequestError."""
     if body.tool_choice is None:
-        return ToolChoice("auto")
+        return ToolDemand()
     choice = convert_object(body.tool_choice, TOOL_CHOICE_RULES, path="tool_choice")
     if not body.tools:
         raise RequestError("'tool_choice' needs 'tools'.", param="tool_choice")
-    if choice.type in ("any", "tool"):
-        raise RequestError(
-            f"'tool_choice' of type '{choice.type}' is not supported by this server yet:"
-            " use 'auto' or 'none'.",
-            param="tool_choice.type",
-            code="unsupported_field",
-        )
-    return choice
+    if (choice.name is None) == (choice.type == "tool"):
+        param = "tool_choice.name"
+        raise RequestError(f"'{param}' must be there exactly if the type is 'tool'.", param=param)
+    several = not choice.disable_parallel_tool_use
+    match choice.type:
+        case "any" | "tool":
+            return ToolDemand("required", choice.name, several)
+        case mode:
+            return ToolDemand(mode, parallel=several)
 
 
-def template_tools(body: Conversation, choice: ToolChoice) -> list[dict[str, Any]]:
-    """Return the tools that may be called, in OpenAI's chat shape."""
-    tools = [_tool(value, f"tools[{index}]") for index, value in enumerate(body.tools or ())]
-    return [] if choice.type == "none" else tools
+def template_tools(body: Conversation) -> list[dict[str, Any]]:
+    """Return the tools in OpenAI's chat shape; raises RequestError."""
+    return [_tool(value, f"tools[{index}]") for index, value in enumerate(body.tools or ())]
 
 
 def _tool(value: dict[str, Any], path: str) -> dict[str, Any]:
@@ -107,8 +131,11 @@ def _tool(value: dict[str, Any], path: str) -> dict[str, Any]:
             code="unsupported_field",
         )
     tool = convert_object(value, TOOL_RULES, path=path)
-    function = {"name": tool.name, "description": tool.description or ""}
-    return {"type": "function", "function": {**function, "parameters": tool.input_schema}}
+    function: dict[str, Any] = {"name": tool.name, "description": tool.description or ""}
+    function["parameters"] = tool.input_schema
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
 
 
 def _user(blocks: list[dict[str, Any]], path: str, calls: set[str]) -> Messages:

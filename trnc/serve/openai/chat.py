@@ -19,6 +19,7 @@ from trnc.serve.markup import Markup
 from trnc.serve.openai.common import (
     UsageMeter,
     UsageOptions,
+    priority_of,
     served_model,
     stop_reason,
     usage,
@@ -39,6 +40,7 @@ from trnc.serve.openai.protocol import (
     PromptLogprobs,
     Usage,
 )
+from trnc.serve.openai.tools import TOOL_PATH, chat_demand, chat_tools
 from trnc.serve.planner import RequestPlanner, choices
 from trnc.serve.prompt import PromptBuilder, template_options
 from trnc.serve.sampling import check_logprobs, choice_count
@@ -98,9 +100,9 @@ class ChatServing:
         logprobs = _logprobs(body)
         count = choice_count(body.n)
         tools = choose_tools(
-            body.tools,
-            body.tool_choice,
-            parallel=body.parallel_tool_calls is not False,
+            chat_tools(body.tools),
+            chat_demand(body.tool_choice, body.parallel_tool_calls),
+            path=TOOL_PATH,
             markup=self._markup,
             tokenizer=self._tokenizer,
         )
@@ -121,7 +123,8 @@ class ChatServing:
             max_tokens_param=max_tokens_param,
             default_max_tokens=None,
             logprobs=logprobs,
-            grammar=tools.grammar,
+            calls=tools.calls,
+            priority=priority_of(body.priority),
         )
         if self._markup.is_special(self._tokenizer, tools=bool(tools.tools)):
             request = replace(request, skip_special_tokens=False)

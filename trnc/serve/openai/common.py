@@ -30,6 +30,11 @@ def served_model(requested: str | None, served: tuple[str, ...]) -> str:
     return requested
 
 
+def priority_of(priority: int | None) -> int:
+    """Return the engine's priority. On OpenAI's routes it is vLLM's: the lower ones go first."""
+    return -(priority or 0)
+
+
 def stop_reason(matched: Stop, eos_token_ids: Collection[int]) -> Stop:
     """Return vLLM's `stop_reason` of what ended a text: nothing is said of eos."""
     return None if matched in eos_token_ids else matched

@@ -20,6 +20,7 @@ from trnc.serve.http import Answer
 from trnc.serve.openai.common import (
     UsageMeter,
     UsageOptions,
+    priority_of,
     served_model,
     stop_reason,
     usage,
@@ -114,6 +115,8 @@ class CompletionServing:
                 max_tokens=body.max_tokens,
                 max_tokens_param="max_tokens",
                 default_max_tokens=DEFAULT_MAX_TOKENS,
+                least_tokens=0,
+                priority=priority_of(body.priority),
                 logprobs=logprobs,
             )
             for index, prompt_ids in enumerate(encoded)

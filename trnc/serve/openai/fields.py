@@ -11,7 +11,6 @@ from trnc.serve.body import Inert, Refused
 
 _NO = Refused()
 _FALSE = Refused((None, False))
-_ZERO = Refused((None, 0, 0.0))
 _EMPTY_LIST = Refused((None, []))
 
 INERT = {
@@ -26,7 +25,6 @@ INERT = {
 
 _COMMON = {
     "service_tier": Refused((None, "auto", "default")),
-    "priority": _ZERO,
 }
 
 CHAT_REFUSED = {
@@ -49,6 +47,10 @@ CHAT_REFUSED = {
 COMPLETION_REFUSED = {
     **_COMMON,
     "suffix": Refused((None, "")),
+}
+
+MESSAGE_INERT = {
+    "parsed": Inert(Any, "what the client's own library made of the content"),
 }
 
 # Clients send an assistant's message back as they got it, with these fields empty.

@@ -64,6 +64,7 @@ class _SamplingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     thinking_token_budget: int | None = None
+    priority: int | None = None
 
 
 class ChatRequest(_SamplingRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,7 +111,7 @@ class TextPart(msgspec.Struct, frozen=True):
 
 CHAT_RULES = BodyRules(ChatRequest, fields.INERT, fields.CHAT_REFUSED)
 COMPLETION_RULES = BodyRules(CompletionRequest, fields.INERT, fields.COMPLETION_REFUSED)
-MESSAGE_RULES = BodyRules(Message, {}, fields.MESSAGE_REFUSED)
+MESSAGE_RULES = BodyRules(Message, fields.MESSAGE_INERT, fields.MESSAGE_REFUSED)
 TEXT_PART_RULES = BodyRules(TextPart, {}, {})
 STREAM_OPTIONS_RULES = BodyRules(StreamOptions, {}, fields.STREAM_OPTIONS_REFUSED)
 

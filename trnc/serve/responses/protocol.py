@@ -22,7 +22,7 @@ _ITEM_INERT = {
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/responses. The last four fields are extensions."""
+    """POST /v1/responses. The last five fields are extensions."""
 
     input: str | list[Any]
     model: str | None = None
@@ -47,6 +47,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    thinking_token_budget: int | None = None
 
 
 class MessageItem(msgspec.Struct, frozen=True):
@@ -96,12 +97,24 @@ class FunctionTool(msgspec.Struct, frozen=True):
     name: str
     parameters: dict[str, Any] | None = None
     description: str | None = None
+    strict: bool | None = None
+
+
+class NamedTool(msgspec.Struct, frozen=True):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    name: str
 
 
 class TextFormat(msgspec.Struct, frozen=True):
-    """The form of the text."""
+    """The form of the text: free, a JSON object, or JSON of the `schema`, kept to in any case."""
 
-    type: Literal["text"] = "text"
+    type: Literal["text", "json_object", "json_schema"]
+    schema: dict[str, Any] | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
 
 
 class TextConfig(msgspec.Struct, frozen=True):
@@ -168,13 +181,14 @@ FUNCTION_TOOL_RULES = BodyRules(
     FunctionTool,
     {},
     {
-        "strict": _FALSE,
         "defer_loading": _FALSE,
         "allowed_callers": Refused((None, ["direct"])),
         "async": _FALSE,
         "output_schema": _NO,
     },
 )
+TEXT_FORMAT_RULES = BodyRules(TextFormat, {}, {})
+NAMED_TOOL_RULES = BodyRules(NamedTool, {}, {})
 TEXT_CONFIG_RULES = BodyRules(TextConfig, {}, {"verbosity": Refused((None, "medium"))})
 REASONING_RULES = BodyRules(
     Reasoning,

@@ -42,6 +42,8 @@ from trnc.serve.responses.translate import (
     input_messages,
     output_message,
     template_tools,
+    text_grammar,
+    tool_demand,
 )
 from trnc.serve.sampling import check_logprobs
 from trnc.serve.turn import Progress, Turn, TurnFields, TurnRequest, TurnRunner
@@ -119,12 +121,13 @@ class ResponsesServing:
                 messages=[*system, *messages],
                 messages_param="input",
                 tools=template_tools(body),
+                demand=tool_demand(body),
+                text=text_grammar(body),
                 template=TemplateOptions(variables=_thinking(reasoning)),
                 fields=_fields(body),
                 max_tokens=body.max_output_tokens,
                 max_tokens_param="max_output_tokens",
                 logprobs=_logprobs(body),
-                parallel_calls=body.parallel_tool_calls is not False,
             )
         )
         return _Job(_begun(body, response_id, model, reasoning, turn, store), turn, messages)
@@ -271,6 +274,7 @@ def _fields(body: ResponsesRequest) -> TurnFields:
         min_p=body.min_p,
         seed=body.seed,
         stop=body.stop,
+        thinking_token_budget=body.thinking_token_budget,
     )
 
 
@@ -307,7 +311,7 @@ def _begun(
         previous_response_id=body.previous_response_id,
         reasoning=reasoning,
         temperature=sampling.temperature,
-        text=TextSettings({"type": "text"}),
+        text=TextSettings((body.text or {}).get("format") or {"type": "text"}),
         tool_choice=body.tool_choice or "auto",
         tools=body.tools or [],
         top_logprobs=body.top_logprobs or 0,

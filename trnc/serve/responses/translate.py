@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from trnc.engine.messages import Grammar
 from trnc.errors import RequestError, nearest
 from trnc.serve.body import convert_object
 from trnc.serve.responses.protocol import (
@@ -14,17 +15,21 @@ from trnc.serve.responses.protocol import (
     FUNCTION_CALL_RULES,
     FUNCTION_TOOL_RULES,
     MESSAGE_ITEM_RULES,
+    NAMED_TOOL_RULES,
     REASONING_ITEM_RULES,
     REASONING_RULES,
     STREAM_OPTIONS_RULES,
     TEXT_CONFIG_RULES,
     TEXT_CONTENT_RULES,
+    TEXT_FORMAT_RULES,
     FunctionCall,
     Item,
     OutputMessage,
     Reasoning,
     ResponsesRequest,
 )
+from trnc.serve.structured import schema_grammar
+from trnc.serve.tools.request import ToolDemand
 
 Messages = list[dict[str, Any]]
 
@@ -71,30 +76,52 @@ def output_message(items: Sequence[Item]) -> dict[str, Any]:
 
 
 def template_tools(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the tools that may be called, in the shape of chat; raises RequestError."""
-    tools = [_tool(value, f"tools[{index}]") for index, value in enumerate(body.tools or ())]
-    choice = body.tool_choice
-    if choice not in (None, "auto", "none"):
-        raise RequestError(
-            f"'tool_choice': {msgspec.json.encode(choice).decode()[:60]} is not supported by this"
-            ' server yet: use "auto" or "none".',
-            param="tool_choice",
-            code="unsupported_field",
-        )
-    return [] if choice == "none" else tools
+    """Return the tools in the shape of chat; raises RequestError."""
+    return [_tool(value, f"tools[{index}]") for index, value in enumerate(body.tools or ())]
+
+
+def tool_demand(body: ResponsesRequest) -> ToolDemand:
+    """Return what the request demands of calls; raises RequestError."""
+    several = body.parallel_tool_calls is not False
+    match body.tool_choice:
+        case None | "auto":
+            return ToolDemand("auto", parallel=several)
+        case "none":
+            return ToolDemand("none")
+        case "required":
+            return ToolDemand("required", parallel=several)
+        case {"type": "function"} as named:
+            tool = convert_object(named, NAMED_TOOL_RULES, path="tool_choice")
+            return ToolDemand("required", tool.name, several)
+    given = msgspec.json.encode(body.tool_choice).decode()[:60]
+    raise RequestError(
+        f'\'tool_choice\': {given} is not supported: use "auto", "none", "required", or'
+        ' {"type": "function", "name": ...}.',
+        param="tool_choice",
+        code="unsupported_field",
+    )
+
+
+def text_grammar(body: ResponsesRequest) -> tuple[Grammar, str] | None:
+    """Return the grammar of the text, with the field that asks for it; raises RequestError."""
+    if body.text is None:
+        return None
+    given = convert_object(body.text, TEXT_CONFIG_RULES, path="text").format
+    if given is None:
+        return None
+    param = "text.format"
+    format = convert_object(given, TEXT_FORMAT_RULES, path=param)
+    if format.type == "json_schema":
+        if format.schema is None:
+            raise RequestError(f"'{param}.schema' is required.", param=f"{param}.schema")
+        return schema_grammar(format.schema, f"{param}.schema"), param
+    if format.schema is not None:
+        raise RequestError(f"'{param}.schema' needs the type 'json_schema'.", param=param)
+    return (Grammar("json"), param) if format.type == "json_object" else None
 
 
 def check_settings(body: ResponsesRequest) -> Reasoning:
     """Return the reasoning settings; raises RequestError for what is not supported."""
-    config = None
-    if body.text is not None:
-        config = convert_object(body.text, TEXT_CONFIG_RULES, path="text").format
-    if config not in (None, {"type": "text"}):
-        raise RequestError(
-            "'text.format' of other types than 'text' is not supported by this server yet.",
-            param="text.format",
-            code="unsupported_field",
-        )
     if body.stream_options is not None:
         if not body.stream:
             raise RequestError(
@@ -141,7 +168,13 @@ def _tool(value: dict[str, Any], path: str) -> dict[str, Any]:
         )
     tool = convert_object(value, FUNCTION_TOOL_RULES, path=path)
     parameters = tool.parameters or {"type": "object", "properties": {}}
-    function = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
+    function: dict[str, Any] = {
+        "name": tool.name,
+        "description": tool.description or "",
+        "parameters": parameters,
+    }
+    if tool.strict is not None:
+        function["strict"] = tool.strict
     return {"type": "function", "function": function}
 
 

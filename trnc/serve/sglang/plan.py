@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 
 from trnc.errors import RequestError
 from trnc.serve.body import convert_object
+from trnc.serve.errors import renamed
 from trnc.serve.generation import GenerationRequest
 from trnc.serve.planner import RequestPlanner, choices
 from trnc.serve.sampling import check_answers, check_logprobs, choice_count
 from trnc.serve.sglang.protocol import (
+    CUSTOM_PARAMS_RULES,
     DEFAULT_MAX_NEW_TOKENS,
     SAMPLING_RULES,
     GenerateRequest,
@@ -22,16 +24,25 @@ from trnc.serve.sglang.protocol import (
 T = TypeVar("T")
 
 GREEDY_BELOW = 1e-6  # SGLang takes such a temperature for 0
-# What is called otherwise here than in the shared layer.
-_OTHER_NAMES = {"seed": "sampling_seed", "min_tokens": "min_new_tokens"}
+# What is called otherwise here than in the shared layer, in `sampling_params` and beside them.
+_SAMPLING_NAMES = {"seed": "sampling_seed", "min_tokens": "min_new_tokens"}
+_NAMES = {
+    "logprobs": "return_logprob",
+    "prompt_logprobs": "logprob_start_len",
+    "thinking_token_budget": "max_thinking_tokens",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One answer: a request for the engine and how it is told."""
+    """One answer: a request for the engine and how it is told.
+
+    Log-probabilities of the input are told from token `scored_from` on, none if it is -1.
+    """
 
     request: GenerationRequest
     stream_interval: int
+    scored_from: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +70,9 @@ class _Fields:
     ebnf: str | None
     structural_tag: str | None
     min_tokens: int | None
+    prompt_logprobs: int | None
+    thinking_token_budget: int | None
     # What SGLang has no name for.
-    prompt_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -69,7 +81,6 @@ class _Fields:
     guided_grammar: str | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    thinking_token_budget: int | None = None
 
 
 def prompts_of(body: GenerateRequest) -> tuple[list[str | list[int]], str, bool]:
@@ -122,26 +133,40 @@ def plan_parts(
     check_answers(count, n, "sampling_params.n")
     rids = _request_ids(body.rid, count)
     logprobs = _logprobs(body, count)
+    starts = _scored_from(body, prompt_ids, logprobs)
+    budgets = _for_each(body.max_thinking_tokens, count, "max_thinking_tokens", None)
     parts: list[Part] = []
     for i, (path, params) in enumerate(sampling):
         interval = _stream_interval(path, params)
+        budget = _thinking_budget(path, params, budgets[i])
+        scores = logprobs[i] if starts[i] >= 0 else None
         try:
             request = planner.plan(
-                _fields(params),
+                _fields(params, scores, budget),
                 request_id=rids[i],
                 prompt_ids=prompt_ids[i],
                 prompt_param=prompt_param,
                 max_tokens=params.max_new_tokens,
                 max_tokens_param="max_new_tokens",
                 default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
+                least_tokens=0,
                 logprobs=logprobs[i],
+                scored_from=max(starts[i], 0) + 1,
+                priority=body.priority or 0,
                 max_temperature=None,
                 penalize_prompt=False,
             )
         except RequestError as error:
-            raise _renamed(error, path) from None
-        parts += [Part(choice, interval) for choice in choices(request, n)]
+            raise renamed(error, _client_names(path)) from None
+        each = choices(request, n, score_each=True)
+        parts += [Part(choice, interval, starts[i]) for choice in each]
     return parts
+
+
+def _client_names(path: str) -> dict[str, str]:
+    """Return what the client calls the fields of the shared layer."""
+    names = {name: f"{path}.{name}" for name in SamplingRequest.__struct_fields__}
+    return names | {ours: f"{path}.{name}" for ours, name in _SAMPLING_NAMES.items()} | _NAMES
 
 
 def _sampling(given: Any, count: int) -> list[tuple[str, SamplingRequest]]:
@@ -199,6 +224,38 @@ def _logprobs(body: GenerateRequest, count: int) -> list[int | None]:
     return [number if want else None for want, number in zip(wanted, numbers, strict=True)]
 
 
+def _scored_from(
+    body: GenerateRequest, prompt_ids: list[tuple[int, ...]], logprobs: list[int | None]
+) -> list[int]:
+    """Return for each prompt where its log-probabilities start, -1 where none are wanted."""
+    param = "logprob_start_len"
+    starts = _for_each(body.logprob_start_len, len(prompt_ids), param, -1)
+    for start, ids, wanted in zip(starts, prompt_ids, logprobs, strict=True):
+        if not -1 <= start < len(ids):
+            raise RequestError(
+                f"'{param}' must be -1, or less than the {len(ids)} tokens of the prompt, got"
+                f" {start}.",
+                param=param,
+            )
+        if start >= 0 and wanted is None:
+            raise RequestError(f"'{param}' needs 'return_logprob': true.", param=param)
+    return starts
+
+
+def _thinking_budget(path: str, params: SamplingRequest, budget: int | None) -> int | None:
+    """Return the most tokens of thinking, by either name."""
+    if params.custom_params is None:
+        return budget
+    path = f"{path}.custom_params"
+    custom = convert_object(params.custom_params, CUSTOM_PARAMS_RULES, path=path).thinking_budget
+    if None not in (budget, custom) and budget != custom:
+        raise RequestError(
+            f"'max_thinking_tokens' and '{path}.thinking_budget' differ: set one of them.",
+            param="max_thinking_tokens",
+        )
+    return custom if budget is None else budget
+
+
 def _for_each(value: T | list[T] | None, count: int, param: str, default: T) -> list[T]:
     if isinstance(value, list):
         _check_length(value, count, param)
@@ -221,7 +278,7 @@ def _stream_interval(path: str, params: SamplingRequest) -> int:
     return interval
 
 
-def _fields(params: SamplingRequest) -> _Fields:
+def _fields(params: SamplingRequest, scores: int | None, budget: int | None) -> _Fields:
     temperature = params.temperature
     if temperature is not None and 0 < temperature < GREEDY_BELOW:
         temperature = 0.0
@@ -247,16 +304,6 @@ def _fields(params: SamplingRequest) -> _Fields:
         ebnf=params.ebnf,
         structural_tag=params.structural_tag,
         min_tokens=params.min_new_tokens,
+        prompt_logprobs=scores,
+        thinking_token_budget=budget,
     )
-
-
-def _renamed(error: RequestError, path: str) -> RequestError:
-    """Return the error with the name that the client gave to the field."""
-    field = error.param or ""
-    if field == "logprobs":
-        name = "return_logprob"
-    elif field in _OTHER_NAMES or field in SamplingRequest.__struct_fields__:
-        name = f"{path}.{_OTHER_NAMES.get(field, field)}"
-    else:
-        return error
-    return RequestError(str(error).replace(f"'{field}'", f"'{name}'"), param=name, code=error.code)

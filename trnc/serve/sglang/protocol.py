@@ -15,8 +15,9 @@ DEFAULT_MAX_NEW_TOKENS = 128
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST or PUT /generate: one prompt, or a batch. What is a list has an entry for each prompt.
 
-    `sampling_params` are checked one by one, see `SamplingRequest`. `logprob_start_len` -1 means
-    the output's tokens only.
+    `sampling_params` are checked one by one, see `SamplingRequest`. `logprob_start_len` is where in
+    the prompt log-probabilities start; -1 means the output's tokens only. A higher `priority` is
+    admitted first.
     """
 
     text: str | list[str] | None = None
@@ -26,6 +27,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     stream: bool | None = None
     return_logprob: bool | list[bool] | None = None
     top_logprobs_num: int | list[int] | None = None
+    logprob_start_len: int | list[int] | None = None
+    max_thinking_tokens: int | list[int | None] | None = None
+    priority: int | None = None
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
 
@@ -56,6 +60,13 @@ class SamplingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | None = None
+    custom_params: dict[str, Any] | None = None
+
+
+class CustomParams(msgspec.Struct, frozen=True):
+    """What SGLang's own logit processors take: the budget is another name of an option above."""
+
+    thinking_budget: int | None = None
 
 
 _NO = Refused()
@@ -67,9 +78,7 @@ GENERATE_INERT = {
     "routing_key": Inert(str, "a routing hint; there is one engine"),
 }
 GENERATE_REFUSED = {
-    "logprob_start_len": Refused((None, -1)),
     "token_ids_logprob": _EMPTY,
-    "priority": Refused((None, 0)),
     "log_metrics": Refused((None, True)),
     "input_embeds": _NO,
     "image_data": _EMPTY,
@@ -81,7 +90,6 @@ GENERATE_REFUSED = {
     "custom_logit_processor": _NO,
     "return_hidden_states": _FALSE,
     "return_routed_experts": _FALSE,
-    "max_thinking_tokens": _NO,
     "cache_salt": _NO,
     "extra_key": _NO,
     "background": _FALSE,
@@ -93,10 +101,10 @@ SAMPLING_INERT = {
 }
 SAMPLING_REFUSED = {
     "beam_width": Refused((None, 1)),
-    "custom_params": _NO,
 }
 GENERATE_RULES = BodyRules(GenerateRequest, GENERATE_INERT, GENERATE_REFUSED)
 SAMPLING_RULES = BodyRules(SamplingRequest, SAMPLING_INERT, SAMPLING_REFUSED)
+CUSTOM_PARAMS_RULES = BodyRules(CustomParams, {}, {})
 
 
 class Stopped(msgspec.Struct, frozen=True, tag_field="type", tag="stop"):
@@ -127,8 +135,8 @@ class MetaInfo(msgspec.Struct, frozen=True):
     """What is told beside the text. `finish_reason` is null while the request runs.
 
     `e2e_latency` (seconds) is there at the end, the log-probabilities if they were asked for: of
-    the raw logits, cumulative in a stream. Those of the input are empty. What speculation guessed
-    is told where it guessed.
+    the raw logits, cumulative in a stream. Those of the input begin at `logprob_start_len` with a
+    token that has none. What speculation guessed is told where it guessed.
     """
 
     id: str
@@ -141,7 +149,7 @@ class MetaInfo(msgspec.Struct, frozen=True):
     input_token_logprobs: list[LogprobEntry] | UnsetType = UNSET
     output_token_logprobs: list[LogprobEntry] | UnsetType = UNSET
     output_token_logprobs_length: int | UnsetType = UNSET
-    input_top_logprobs: list[list[LogprobEntry]] | UnsetType = UNSET
+    input_top_logprobs: list[list[LogprobEntry] | None] | UnsetType = UNSET
     output_top_logprobs: list[list[LogprobEntry]] | UnsetType = UNSET
     spec_num_proposed_drafts: int | UnsetType = UNSET
     spec_num_correct_drafts: int | UnsetType = UNSET

@@ -9,11 +9,14 @@ from starlette.routing import Route
 from trnc.serve.body import decode_body
 from trnc.serve.http import read_body, respond
 from trnc.serve.openapi import DescribedRoute, Operation
-from trnc.serve.sglang.protocol import GENERATE_RULES
+from trnc.serve.sglang.protocol import GENERATE_RULES, GenerateAnswer
 from trnc.serve.sglang.serving import GenerateServing
 
 _GENERATE = Operation(
-    summary="Continue texts (SGLang's native API)", body=GENERATE_RULES, streams=True
+    summary="Continue texts (SGLang's native API)",
+    body=GENERATE_RULES,
+    answer=GenerateAnswer | list[GenerateAnswer],
+    streams=True,
 )
 
 

@@ -48,12 +48,14 @@ class _Sofar:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     told: int = 0  # how many tokens the last event had
 
     def take(self, output: Output) -> None:
         self.text += output.text
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
+        self.prompt_logprobs += output.prompt_logprobs
 
 
 class GenerateServing:
@@ -141,6 +143,7 @@ class GenerateServing:
             entries = self._entries([(i, one.logprob) for i, one in chosen], job)
             if alternatives:
                 top = [self._entries(one.top[:alternatives], job) for one in state.logprobs]
+        input_entries, input_top = self._of_input(job, part, state)
         drafted = output.drafted_tokens
         return MetaInfo(
             id=part.request.request_id,
@@ -149,15 +152,32 @@ class GenerateServing:
             completion_tokens=output.completion_tokens,
             cached_tokens=output.cached_tokens,
             e2e_latency=time.perf_counter() - job.began if ended else UNSET,
-            input_token_logprobs=UNSET if alternatives is None else [],
+            input_token_logprobs=UNSET if alternatives is None else input_entries,
             output_token_logprobs=entries,
             output_token_logprobs_length=UNSET if alternatives is None else len(state.logprobs),
-            input_top_logprobs=[] if alternatives else UNSET,
+            input_top_logprobs=input_top if alternatives else UNSET,
             output_top_logprobs=top,
             spec_num_proposed_drafts=drafted or UNSET,
             spec_num_correct_drafts=output.accepted_tokens if drafted else UNSET,
             spec_accept_rate=output.accepted_tokens / drafted if drafted else UNSET,
         )
+
+    def _of_input(
+        self, job: _Job, part: Part, state: _Sofar
+    ) -> tuple[list[LogprobEntry], list[list[LogprobEntry] | None]]:
+        """Return the prompt's tokens from where they are scored on, and the alternatives to them.
+
+        The first one has no log-probability, wherever it is.
+        """
+        if part.scored_from < 0:
+            return [], []
+        first, *rest = part.request.prompt_ids[part.scored_from :]
+        name = token_name(first, self._tokenizer) if job.with_text else None
+        chosen = zip(rest, state.prompt_logprobs, strict=True)
+        entries = self._entries([(i, one.logprob) for i, one in chosen], job)
+        wanted = part.request.sampling.logprobs
+        tops = [self._entries(one.top[:wanted], job) for one in state.prompt_logprobs]
+        return [(None, first, name), *entries], [None, *tops]
 
     def _entries(self, tokens: Sequence[tuple[int, float]], job: _Job) -> list[LogprobEntry]:
         return [

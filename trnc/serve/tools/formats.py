@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trnc.checkpoint.tokenizer import Tokenizer
-from trnc.engine.messages import Grammar
 from trnc.serve.answer import Part, Tools
+from trnc.serve.structural_tags import Element, any_of, json_element
 from trnc.serve.tools.glm_calls import GlmCalls
 from trnc.serve.tools.json_calls import BareCalls, HermesCalls
-
-Element = dict[str, Any]  # of a structural tag
 
 
 class CallReader(Protocol):
@@ -35,8 +33,9 @@ class CallReader(Protocol):
 class ToolFormat:
     """How one family of models calls tools.
 
-    `call(name, schema)` are the elements of one call: text, a schema, or a tag. `separator` is what
-    stands between calls; None where there can be one only.
+    `call(name, schema)` are the elements of one call: text, a schema, or a tag; the first one is
+    the first of `tags`. `separator` is what stands between calls. It is None where a call has no
+    tag: then it is the whole answer.
     """
 
     reader: Callable[[Tools], CallReader]
@@ -45,26 +44,36 @@ class ToolFormat:
     separator: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class CallGrammar:
+    """The formats (of xgrammar's structural tags) of answers that may call tools.
+
+    `calls` is a call, or several, and nothing else; `free` any text in which calls of strict tools
+    keep to their schemas, None where no tool is strict. With `must` the answer is calls. `param` is
+    the field that asked for it.
+    """
+
+    calls: Element
+    free: Element | None
+    must: bool
+    param: str
+
+
 def _hermes(name: str, schema: Any) -> Sequence[str | Element]:
     head = f'\n{{"name": {json.dumps(name)}, "arguments": '
-    return ("<tool_call>", head, _json(schema), "}\n", "</tool_call>")
+    return ("<tool_call>", head, json_element(schema), "}\n", "</tool_call>")
 
 
 def _llama3(name: str, schema: Any) -> Sequence[str | Element]:
-    return (f'{{"name": {json.dumps(name)}, "parameters": ', _json(schema), "}")
+    return (f'{{"name": {json.dumps(name)}, "parameters": ', json_element(schema), "}")
 
 
 def _glm(name: str, schema: Any) -> Sequence[str | Element]:
-    arguments = {"type": "json_schema", "json_schema": schema, "style": "glm_xml"}
-    return ("<tool_call>", name, arguments, "</tool_call>")
+    return ("<tool_call>", name, {**json_element(schema), "style": "glm_xml"}, "</tool_call>")
 
 
 def _glm45(name: str, schema: Any) -> Sequence[str | Element]:
     return _glm(f"{name}\n", schema)
-
-
-def _json(schema: Any) -> Element:
-    return {"type": "json_schema", "json_schema": schema}
 
 
 _TAGS = ("<tool_call>", "</tool_call>")
@@ -89,22 +98,55 @@ def detect_format(template: str | None) -> str | None:
 
 
 def call_grammar(
-    format: ToolFormat, tools: Tools, tokenizer: Tokenizer, *, parallel: bool
-) -> Grammar:
-    """Return the grammar of an answer that is a call of one of the tools, or several of them."""
-    calls = [
-        _sequence(format.call(tool["function"]["name"], _schema(tool)), tokenizer) for tool in tools
-    ]
-    one = calls[0] if len(calls) == 1 else {"type": "or", "elements": calls}
-    whole = one
-    if parallel and format.separator is not None:
-        more = _sequence((format.separator, one), tokenizer) if format.separator else one
-        whole = {"type": "sequence", "elements": [one, {"type": "star", "content": more}]}
-    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": whole}))
+    format: ToolFormat,
+    tools: Tools,
+    tokenizer: Tokenizer,
+    *,
+    parallel: bool,
+    must: bool,
+    param: str,
+) -> CallGrammar:
+    """Return what answers with calls of these tools are, several at once if `parallel`."""
+    strict = any(tool["function"].get("strict") for tool in tools)
+    return CallGrammar(
+        calls=_calls(format, tools, tokenizer, parallel=parallel),
+        free=_free(format, tools, tokenizer, parallel=parallel) if strict else None,
+        must=must,
+        param=param,
+    )
 
 
-def _schema(tool: Mapping[str, Any]) -> Any:
-    return tool["function"].get("parameters") or {"type": "object", "properties": {}}
+def _calls(format: ToolFormat, tools: Tools, tokenizer: Tokenizer, *, parallel: bool) -> Element:
+    one = any_of([_sequence(_call(format, tool), tokenizer) for tool in tools])
+    if not parallel or format.separator is None:
+        return one
+    more = _sequence((format.separator, one), tokenizer) if format.separator else one
+    return {"type": "sequence", "elements": [one, {"type": "star", "content": more}]}
+
+
+def _free(format: ToolFormat, tools: Tools, tokenizer: Tokenizer, *, parallel: bool) -> Element:
+    """Return the format of any text in which calls of strict tools keep to their schemas."""
+    loose = [tool if tool["function"].get("strict") else _loose(tool) for tool in tools]
+    if format.separator is None:
+        text = {"type": "grammar", "grammar": BareCalls.no_call}
+        return any_of([text, *(_sequence(_call(format, tool), tokenizer) for tool in loose)])
+    start = _element(format.tags[0], tokenizer)
+    rest = any_of([_sequence(_call(format, tool)[1:], tokenizer) for tool in loose])
+    if start["type"] == "token":
+        return {"type": "token_dispatch", "rules": [[start["token"], rest]], "loop": parallel}
+    return {"type": "dispatch", "rules": [[start["value"], rest]], "loop": parallel}
+
+
+def _loose(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the tool with any object for its arguments."""
+    anything = {"type": "object", "additionalProperties": True}
+    return {**tool, "function": {**tool["function"], "parameters": anything}}
+
+
+def _call(format: ToolFormat, tool: Mapping[str, Any]) -> Sequence[str | Element]:
+    function = tool["function"]
+    schema = function.get("parameters") or {"type": "object", "properties": {}}
+    return format.call(function["name"], schema)
 
 
 def _sequence(parts: Sequence[str | Element], tokenizer: Tokenizer) -> Element:

@@ -20,7 +20,7 @@ class JsonCall:
 
     def __init__(self, arguments_key: str) -> None:
         key = f"(?:{arguments_key}|arguments|parameters)"
-        self._head = re.compile(rf'\s*\{{\s*"name"\s*:\s*({_STRING})\s*,\s*"{key}"\s*:\s*')
+        self._head = re.compile(rf'\s*\{{\s*"name"\s*:\s*({_STRING})\s*,\s*"{key}"\s*:\s*(?=\{{)')
         self._whole = JsonEnd()
         self._arguments: JsonEnd | None = None
         self.text = ""
@@ -42,7 +42,7 @@ class JsonCall:
             yield from self._argument_part(new)
             return
         head = self._head.match(self.text)
-        if head is not None and len(self.text) > head.end():
+        if head is not None:
             self.named, self._arguments = True, JsonEnd()
             yield ToolCallPart(json.loads(head[1], strict=False), "")
             yield from self._argument_part(self.text[head.end() :])
@@ -55,7 +55,7 @@ class JsonCall:
             yield ToolCallPart(None, piece)
 
     def _at_once(self) -> Iterator[Part]:
-        """Read an object whose keys come in another order, now that it is complete."""
+        """Read an object that is written in another way, now that it is complete."""
         try:
             call = json.loads(self.text)
         except ValueError:
@@ -64,7 +64,7 @@ class JsonCall:
         if isinstance(name, str):
             self.named = True
             arguments = call.get("arguments", call.get("parameters", {}))
-            whole = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            whole = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
             yield ToolCallPart(name, whole)
 
 
@@ -118,6 +118,7 @@ class BareCalls:
     """
 
     tag = "<|python_tag|>"
+    no_call = r'root ::= "" | [^{;< \n] [\0-\U0010ffff]*'  # the grammar of answers that are text
 
     def __init__(self) -> None:
         self._held = ""
