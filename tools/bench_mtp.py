@@ -2,6 +2,7 @@
 
     python tools/bench_mtp.py --domain chat --streams 1 --streams 4
     python tools/bench_mtp.py --preset mtp-always --preset mtp-dynamic --temperature 0.8
+    python tools/bench_mtp.py --fixed   # and each depth by itself: where time goes
 
 All presets run in one process, one batch of prompts after the other, so that what the machine does
 besides falls on all of them alike. Prompts are those that the training of the MTP block never saw
@@ -73,10 +74,16 @@ class Batch:
 
 
 class Served:
-    """One preset with so many streams; the policy of depths learns from batch to batch."""
+    """One preset with so many streams; the policy of depths learns from batch to batch.
 
-    def __init__(self, executor: Executor, streams: int) -> None:
-        self._executor = Limited(executor, replace(executor.info, max_rows=streams))
+    With a `depth` every round has it: 0 is plain decoding by a preset that could speculate.
+    """
+
+    def __init__(self, executor: Executor, streams: int, depth: int | None) -> None:
+        info = replace(executor.info, max_rows=streams)
+        if depth is not None:
+            info = replace(info, mtp_depths=(depth,) if depth else (), mtp_always=depth > 0)
+        self._executor = Limited(executor, info)
         self._scheduler = Scheduler(info=self._executor.info)
         self.batches: list[Batch] = []
 
@@ -84,6 +91,7 @@ class Served:
         """Serve a batch through the overlapped loop, as a server does."""
         inbox: list[ToEngine] = [*requests]
         answers: dict[str, list[int]] = {request.request_id: [] for request in requests}
+        self._scheduler.flush()  # meanwhile its pages were those of others on the same executor
         counters = self._scheduler.counters
         counters.drafted, counters.accepted = [], []
 
@@ -128,6 +136,9 @@ def main(
     batches: Annotated[int, typer.Option(min=1)] = 8,
     tokens: Annotated[int, typer.Option(help="Output tokens of a prompt, at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    fixed: Annotated[
+        bool, typer.Option(help="Measure each depth of the last preset by itself, too.")
+    ] = False,
     model: Annotated[str, typer.Option("--model", "-m")] = "smollm2-135m",
 ) -> None:
     """Print a Markdown table: tokens a second, the ratio, and what was accepted."""
@@ -140,12 +151,16 @@ def main(
     print("|---|---|---|---|---|---|")
     for count in streams or [1, 4]:
         batch_list = list(_requests(model, domains, batches, count, tokens, temperature))
-        served = {name: Served(executor, count) for name, executor in executors.items()}
+        served = {name: Served(executor, count, None) for name, executor in executors.items()}
+        if fixed:
+            last = executors[preset[-1]]
+            depths = (0, *last.info.mtp_depths)
+            served |= {f"{preset[-1]}, depth {k}": Served(last, count, k) for k in depths}
         for one in served.values():
             one.run(batch_list[0])  # warms up, and shows the policy what depths cost
         for index, requests in enumerate(track(batch_list, f"{count} streams", console=console)):
-            for name in preset if index % 2 == 0 else preset[::-1]:
-                served[name].batches.append(served[name].run(requests))
+            for one in list(served.values())[:: 1 if index % 2 == 0 else -1]:
+                one.batches.append(one.run(requests))
         base = served[preset[0]].batches
         for name, one in served.items():
             _check(base, one.batches, name)

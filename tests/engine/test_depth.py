@@ -53,6 +53,11 @@ def test_it_settles_on_the_depth_that_pays(chance: float, costs: dict[int, int],
     assert run(chosen, 400, chance=chance, costs=costs)[best] >= 390
 
 
+def test_bad_guesses_are_found_out_within_a_few_dozen_rounds() -> None:
+    costs = {0: 100, 1: 125, 2: 150, 3: 175}
+    assert run(policy(), 60, chance=0.1, costs=costs)[0] >= 40
+
+
 def test_a_change_of_the_text_is_noticed() -> None:
     chosen = policy()
     run(chosen, 400, chance=0.95, costs=CHEAP)

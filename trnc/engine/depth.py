@@ -23,7 +23,8 @@ from math import inf
 TRIALS = 2  # rounds of a depth before its time is believed
 MARGIN = 1.03  # how much better another depth must be
 IDLE_ROUNDS = 192  # after so many rounds without it, the most promising other depth is tried again
-_CHANCE_WEIGHT = 0.02  # of one draft in the running mean of its position
+_CHANCE_WEIGHT = 0.02  # of one draft in the running mean of its position, once it has many
+_PRIOR_DRAFTS = 4  # how many drafts the first chance counts for
 _TIME_WEIGHT = 0.2  # of one round in the running mean of its time
 _FIRST_CHANCE = 0.6
 
@@ -51,6 +52,7 @@ class DepthPolicy:
     depths: tuple[int, ...]
     always: bool
     _chances: list[float] = field(init=False)
+    _checked: list[int] = field(init=False)  # drafts that each chance has seen
     _costs: dict[tuple[int, int], _Cost] = field(init=False, default_factory=dict)
     _current: dict[int, int] = field(init=False, default_factory=dict)
     _round: int = field(init=False, default=0)
@@ -59,6 +61,7 @@ class DepthPolicy:
     def __post_init__(self) -> None:
         """Start with hopeful chances: a depth that is never tried cannot show what it is worth."""
         self._chances = [_FIRST_CHANCE] * max(self.depths, default=0)
+        self._checked = [_PRIOR_DRAFTS] * len(self._chances)
 
     def choose(self, rows: int) -> int:
         """Return the depth of the next round of `rows` sequences; 0 is a plain decode."""
@@ -93,8 +96,11 @@ class DepthPolicy:
         self._draft_micros = 0
         for checked, accepted in outcomes:
             for position in range(min(checked, accepted + 1)):
-                hit = float(position < accepted)
-                self._chances[position] += _CHANCE_WEIGHT * (hit - self._chances[position])
+                self._checked[position] += 1
+                weight = max(_CHANCE_WEIGHT, 1 / self._checked[position])
+                self._chances[position] += weight * (
+                    (position < accepted) - self._chances[position]
+                )
 
     def _finish(self, rows: int, depth: int, micros: int) -> None:
         self._round += 1
