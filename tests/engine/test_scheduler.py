@@ -234,10 +234,10 @@ def test_who_is_preempted_waits_in_its_own_place() -> None:
     bench.add("low", range(40, 48), 14, priority=-1)
     bench.step()
     bench.add("high", range(50, 54), 2, priority=1)
+    while not bench.scheduler.counters.preemptions:
+        bench.step()
+    assert [r.request_id for r in bench.scheduler.waiting] == ["high", "low"]
     bench.finish()
-    assert bench.scheduler.counters.preemptions > 0
-    ends = [d.request_id for d in bench.deltas if d.finish_reason]
-    assert ends.index("high") < ends.index("low")
     assert bench.tokens("low") == expected_tokens(range(40, 48), 14, SamplingParams(), bench.info)
 
 
