@@ -488,30 +488,35 @@ def test_thinking_has_a_limit_under_both_of_its_names(fields):
 @pytest.mark.parametrize(
     ("path", "ask", "order"),
     [
-        ("/generate", lambda p: {"text": PROMPT, "priority": p}, [5, 0, -5]),
-        ("/v1/completions", lambda p: {"prompt": PROMPT, "priority": p}, [-5, 0, 5]),
+        (
+            "/generate",
+            lambda i: {"text": PROMPT, "sampling_params": {"sampling_seed": i}},
+            [3, 2, 1],
+        ),
+        ("/v1/completions", lambda i: {"prompt": PROMPT, "seed": i}, [1, 2, 3]),
     ],
 )
 def test_priorities_are_the_order_of_admission(path, ask, order):
     """SGLang's routes take higher ones first, OpenAI's the lower ones, as vLLM does."""
     gate = threading.Semaphore(0)
     options = ServeOptions(priority_scheduling=True)
-    ended: list[int] = []
+    priorities = [0, -5, 0, 5]  # by seed
 
-    def post(priority: int) -> None:
-        assert httpx.post(f"{server.url}{path}", json=ask(priority), timeout=60).status_code == 200
-        ended.append(priority)
+    def post(seed: int) -> None:
+        body = ask(seed) | {"priority": priorities[seed]}
+        httpx.post(f"{server.url}{path}", json=body, timeout=60).raise_for_status()
 
     with running(Setup(gate=gate, options=options, max_rows=1)) as server:
-        threads = [threading.Thread(target=post, args=(p,)) for p in (0, -5, 0, 5)]
+        threads = [threading.Thread(target=post, args=(seed,)) for seed in range(4)]
         for i, thread in enumerate(threads):
             thread.start()
-            while len(server.engine.in_flight) <= i:
+            while len(server.engine.in_flight) <= i or not server.executor.plans:
                 pass
         gate.release(10_000)
         for thread in threads:
             thread.join()
-    assert ended == [0, *order], "the first one runs already"
+        seeds = [plan.sequences[0].sampling.seed for plan in server.executor.plans]
+    assert list(dict.fromkeys(seeds)) == [0, *order], "the first one runs already"
 
 
 FIELDS = [

@@ -191,7 +191,7 @@ def test_openais_client_parses_the_arguments_of_a_strict_tool(server):
 
 @pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"])
 def test_instructor_makes_a_model(server, mode):
-    instructor = pytest.importorskip("instructor")  # of the extra `dev`; it pins openai's client
+    instructor = pytest.importorskip("instructor")  # an extra, apart from `dev`
     client = instructor.from_openai(server.openai(), mode=instructor.Mode[mode])
     day = client.chat.completions.create(
         model=MODEL, messages=HELLO, response_model=Day, max_retries=0
