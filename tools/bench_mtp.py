@@ -4,18 +4,23 @@
     python tools/bench_mtp.py --preset mtp-always --preset mtp-dynamic --temperature 0.8
     python tools/bench_mtp.py --fixed   # and each depth by itself: where time goes
 
-All presets run in one process, one batch of prompts after the other, so that what the machine does
-besides falls on all of them alike. Prompts are those that the training of the MTP block never saw
-(tools/mtp/prompts.py). Every answer is compared with the one of the first preset: it must be equal.
+Each preset has a process of its own. They take turns, one batch of prompts after the other, so that
+what the machine does besides falls on all of them alike. Prompts are those that the training of the
+MTP block never saw (tools/mtp/prompts.py). Every answer is compared with the one of the first
+preset: it must be equal.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
+from multiprocessing.connection import Connection
 from typing import Annotated
 
 import typer
@@ -85,7 +90,6 @@ class Served:
             info = replace(info, mtp_depths=(depth,) if depth else (), mtp_always=depth > 0)
         self._executor = Limited(executor, info)
         self._scheduler = Scheduler(info=self._executor.info)
-        self.batches: list[Batch] = []
 
     def run(self, requests: list[Submit]) -> Batch:
         """Serve a batch through the overlapped loop, as a server does."""
@@ -120,6 +124,34 @@ class Served:
         return Batch(answers, seconds, counters.drafted, counters.accepted)
 
 
+class Preset:
+    """A preset in a process of its own, which waits between its turns."""
+
+    def __init__(self, model: str, name: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        context.Process(target=_serve, args=(theirs, model, name), daemon=True).start()
+        theirs.close()  # so that its death ends a `recv`
+        self.depths: tuple[int, ...] = self._connection.recv()
+
+    def run(self, streams: int, depth: int | None, requests: list[Submit]) -> Batch:
+        """Serve a batch; see `Served`."""
+        self._connection.send((streams, depth, requests))
+        batch: Batch = self._connection.recv()
+        return batch
+
+
+def _serve(connection: Connection, model: str, preset: str) -> None:
+    executor = _start(model, preset)
+    connection.send(executor.info.mtp_depths)
+    served: dict[tuple[int, int | None], Served] = {}
+    with suppress(EOFError):  # the end
+        while True:
+            streams, depth, requests = connection.recv()
+            one = served.setdefault((streams, depth), Served(executor, streams, depth))
+            connection.send(one.run(requests))
+
+
 def main(
     preset: Annotated[
         list[str] | None,
@@ -144,29 +176,28 @@ def main(
     """Print a Markdown table: tokens a second, the ratio, and what was accepted."""
     preset = preset or ["default", "mtp-dynamic"]
     domains = domain or list(DOMAINS)
-    executors = {name: _start(model, name) for name in preset}
+    presets = {name: Preset(model, name) for name in preset}
+    last = preset[-1]
     print(
         "| streams | preset | tokens/s | ratio (range) | tokens a verify | accepted at 1, 2, ... |"
     )
     print("|---|---|---|---|---|---|")
     for count in streams or [1, 4]:
         batch_list = list(_requests(model, domains, batches, count, tokens, temperature))
-        served = {name: Served(executor, count, None) for name, executor in executors.items()}
+        turns = {name: partial(one.run, count, None) for name, one in presets.items()}
         if fixed:
-            last = executors[preset[-1]]
-            depths = (0, *last.info.mtp_depths)
-            served |= {f"{preset[-1]}, depth {k}": Served(last, count, k) for k in depths}
-        for one in served.values():
-            one.run(batch_list[0])  # warms up, and shows the policy what depths cost
+            for depth in (0, *presets[last].depths):
+                turns[f"{last}, depth {depth}"] = partial(presets[last].run, count, depth)
+        for run in turns.values():
+            run(batch_list[0])  # warms up, and shows the policy what depths cost
+        results: dict[str, list[Batch]] = {name: [] for name in turns}
         for index, requests in enumerate(track(batch_list, f"{count} streams", console=console)):
-            for one in list(served.values())[:: 1 if index % 2 == 0 else -1]:
-                one.batches.append(one.run(requests))
-        base = served[preset[0]].batches
-        for name, one in served.items():
-            _check(base, one.batches, name)
-            print(f"| {count} | {name} | {_summary(base, one.batches)} |")
-    for executor in executors.values():
-        executor.close()
+            for name in list(turns)[:: 1 if index % 2 == 0 else -1]:
+                results[name].append(turns[name](requests))
+        base = results[preset[0]]
+        for name, runs in results.items():
+            _check(base, runs, name)
+            print(f"| {count} | {name} | {_summary(base, runs)} |")
 
 
 def _start(model: str, preset: str) -> Executor:

@@ -10,39 +10,60 @@ how many sequences it has, so they are kept for each number; the chances are sha
 
 Everything comes from results (`StepResult.micros` is part of them), so a recorded trace replays to
 the same depths. A depth that was never tried is tried; one that lies idle is tried again now and
-then, because times drift and texts change. A better depth is taken only if it is better by a
-margin, so that noise does not make the depth flutter.
+then, because times drift and texts change, and soon if it was left only just now. A better depth is
+taken only if it is better by a margin, so that noise does not make the depth flutter.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 
-TRIALS = 2  # rounds of a depth before its time is believed
+TRIALS = 3  # rounds of a depth before its time is believed; the first does not count
 MARGIN = 1.03  # how much better another depth must be
-IDLE_ROUNDS = 192  # after so many rounds without it, the most promising other depth is tried again
+IDLE_ROUNDS = 192  # once in so many rounds the most promising other depth is tried again
 _CHANCE_WEIGHT = 0.02  # of one draft in the running mean of its position, once it has many
 _PRIOR_DRAFTS = 4  # how many drafts the first chance counts for
-_TIME_WEIGHT = 0.2  # of one round in the running mean of its time
+_RECENT_ROUNDS = 5  # the least of which is the time of a depth
+_FIRST_LOOK = 8  # rounds after a change, then twice as many, and so on, up to IDLE_ROUNDS
 _FIRST_CHANCE = 0.6
 
 
 @dataclass(slots=True)
 class _Cost:
-    """The running mean of a round's time in microseconds, and when it was last measured."""
+    """What the last rounds took, in microseconds.
 
-    micros: float = 0.0
+    Their time is the least of a few, not a mean: now and then the machine does something else for
+    some steps, which take several times as long and say nothing about the depth.
+    """
+
+    recent: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT_ROUNDS))
     trials: int = 0
-    last_round: int = 0
 
-    def add(self, micros: float, round_: int) -> None:
-        # The first round of a shape warms it up and is not representative: the second replaces it.
-        weight = 1.0 if self.trials <= 1 else _TIME_WEIGHT
-        self.micros += weight * (micros - self.micros)
+    @property
+    def micros(self) -> int:
+        return min(self.recent, default=0)
+
+    def add(self, micros: int) -> None:
+        if self.trials:  # the first round of a shape warms it up and is not representative
+            self.recent.append(micros)
         self.trials += 1
-        self.last_round = round_
+
+
+@dataclass(slots=True)
+class _Choice:
+    """The depth that was taken last, the one before it, and when to look at another.
+
+    A depth may have been left because of a bad moment: the first looks come soon and go to it. Each
+    one that changes nothing doubles the wait.
+    """
+
+    depth: int = 0
+    before: int = 0
+    wait: int = IDLE_ROUNDS
+    next_look: int = IDLE_ROUNDS
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,7 +75,7 @@ class DepthPolicy:
     _chances: list[float] = field(init=False)
     _checked: list[int] = field(init=False)  # drafts that each chance has seen
     _costs: dict[tuple[int, int], _Cost] = field(init=False, default_factory=dict)
-    _current: dict[int, int] = field(init=False, default_factory=dict)
+    _choices: dict[int, _Choice] = field(init=False, default_factory=dict)
     _round: int = field(init=False, default=0)
     _draft_micros: int = field(init=False, default=0)
 
@@ -71,14 +92,18 @@ class DepthPolicy:
         untried = [k for k in options if self._cost(rows, k).trials < TRIALS]
         if untried:
             return untried[0]
-        current = self._current.get(rows, 0)
+        choice = self._choices.setdefault(rows, _Choice())
         ranked = sorted(options, key=lambda k: -self._rate(rows, k))
-        if self._rate(rows, ranked[0]) > MARGIN * self._rate(rows, current):
-            current = self._current[rows] = ranked[0]
-        idle = [k for k in ranked if k != current]
-        if all(self._round - self._cost(rows, k).last_round > IDLE_ROUNDS for k in idle):
-            return idle[0]
-        return current
+        if self._rate(rows, ranked[0]) > MARGIN * self._rate(rows, choice.depth):
+            look = self._round + _FIRST_LOOK
+            choice = self._choices[rows] = _Choice(ranked[0], choice.depth, _FIRST_LOOK, look)
+        elif self._round >= choice.next_look:
+            other = next(k for k in ranked if k != choice.depth)
+            looked_at = choice.before if choice.wait < IDLE_ROUNDS else other
+            choice.wait = min(2 * choice.wait, IDLE_ROUNDS)
+            choice.next_look = self._round + choice.wait
+            return looked_at
+        return choice.depth
 
     def decoded(self, rows: int, micros: int) -> None:
         """Take in a plain decode."""
@@ -104,7 +129,7 @@ class DepthPolicy:
 
     def _finish(self, rows: int, depth: int, micros: int) -> None:
         self._round += 1
-        self._cost(rows, depth).add(micros, self._round)
+        self._cost(rows, depth).add(micros)
 
     def _cost(self, rows: int, depth: int) -> _Cost:
         return self._costs.setdefault((rows, depth), _Cost())
