@@ -90,4 +90,5 @@ def test_every_link_and_file_that_a_page_names_exists(page):
 def test_every_extra_and_script_is_in_the_project_file():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"trnc": "trnc.cli.main:main"}
-    assert set(project["optional-dependencies"]) == {"dev", "grammar", "prove", "cuda", "trainium"}
+    extras = {"dev", "grammar", "prove", "instructor", "cuda", "trainium"}
+    assert set(project["optional-dependencies"]) == extras
