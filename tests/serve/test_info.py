@@ -188,9 +188,7 @@ def test_load_is_told_in_three_shapes():
         assert entry["queues"] == {"running": 1, "waiting": 1, "open": 2}
         assert 0 < entry["token_usage"] == entry["num_used_tokens"] / (1_999 * 16)
         assert http.post("/abort_request", json={"abort_all": True}).status_code == 200
-        server.wait_for(lambda stats: stats.running + stats.waiting == 0)
-        idle = {"num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0, "dp_rank": 0}
-        assert http.get("/get_load").json() == [idle]
+        server.check_idle()
         assert http.get("/load").json() == {"server_load": 0}
         [entry] = http.get("/v1/loads", params={"include": "all"}).json()["loads"]
         assert entry["memory"]["free_pages"] == entry["memory"]["total_pages"] == 1_999
