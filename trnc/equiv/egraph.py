@@ -12,6 +12,8 @@ from trnc.equiv.rules import BACK, RULES, SCHEMA, SHAPES
 from trnc.equiv.terms import Arena, Id, program_lines
 from trnc.errors import TrncError
 
+_OVERSHOOT = 4  # a round may grow the graph to so many times the limit
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -53,19 +55,25 @@ class EGraph:
     def saturate(self, pairs: Sequence[tuple[Id, Id]], limits: Limits) -> Saturation:
         """Apply the rules, round by round, until all pairs are equal or a limit is reached."""
         start, fired, is_saturated = time.perf_counter(), dict[str, None](), False
-        schedules = [
-            "(run-schedule (saturate shapes) (saturate (seq (run directed) (run shapes))))"
-        ]
-        schedules += [f"{schedules[0]} (run-schedule (run rules))"] * limits.rounds
-        for schedule in schedules:
-            reports = [done.report for done in self._run(schedule)]
-            for matches in (report.num_matches_per_rule for report in reports):
-                fired |= {name: None for name, count in matches.items() if count}
+        nodes = self.size()
+
+        def is_over(size: int) -> bool:
+            return size > limits.nodes or time.perf_counter() - start > limits.seconds
+
+        self._step("(saturate shapes)", fired)
+        for _ in range(limits.rounds):
+            # What only simplifies comes first, to its end: which a cycle of terms may not have.
+            while self._step("(seq (run directed) (run shapes))", fired):
+                if is_over(self.size()):
+                    break
+            before, nodes = nodes, self.size()
+            # A round cannot be stopped, so one that would grow out of all bounds is not begun.
+            growth = max(1.0, nodes / max(before, 1))
             if all(self.are_equal(a, b) for a, b in pairs):
                 break
-            is_saturated = len(reports) > 1 and not any(report.updated for report in reports)
-            elapsed = time.perf_counter() - start
-            if is_saturated or self.size() > limits.nodes or elapsed > limits.seconds:
+            if is_over(nodes) or nodes * growth > _OVERSHOOT * limits.nodes:
+                break
+            if is_saturated := not self._step("(run rules)", fired):
                 break
         return Saturation(
             equal=tuple(self.are_equal(a, b) for a, b in pairs),
@@ -74,6 +82,13 @@ class EGraph:
             seconds=time.perf_counter() - start,
             is_saturated=is_saturated,
         )
+
+    def _step(self, schedule: str, fired: dict[str, None]) -> bool:
+        """Run a schedule, note the rules that matched, and return whether it changed anything."""
+        (done,) = self._run(f"(run-schedule {schedule})")
+        matches = done.report.num_matches_per_rule
+        fired.update({name: None for name, count in matches.items() if count})
+        return bool(done.report.updated)
 
     def are_equal(self, a: Id, b: Id) -> bool:
         """Whether two terms have been found equal."""

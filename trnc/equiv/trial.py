@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from trnc.equiv.prove import prove
@@ -29,27 +29,42 @@ class Trial:
         return not self.wrong
 
 
-def run_trial(stages: Mapping[str, str], count: int, seed: int) -> Trial:
-    """Vary the stages in turn: `count` times by rewrites, `count` times by one mutation."""
+def run_trial(
+    stages: Mapping[str, str], numbers: range, seed: int, report: Callable[[int, Trial], None]
+) -> Trial:
+    """Vary the stages in turn, each time once by rewrites and once by one mutation.
+
+    What is done at a number depends on that and on the seed alone, so a trial can be run in parts.
+    `report(number, so far)` is called after each.
+    """
     trial = Trial()
     usable = [label for label, text in stages.items() if _can_vary(text)]
-    for number in range(count):
+    for number in numbers:
         dice = random.Random(f"{seed} {number}")
         label = usable[number % len(usable)]
         _try_rewrites(trial, label, stages[label], dice)
         _try_mutation(trial, label, stages[label], dice)
+        report(number, trial)
     return trial
 
 
 def format_trial(trial: Trial) -> str:
-    """Return the counts for people."""
-    lines = []
-    for name, counts in (("rewrites", trial.rewrites), ("mutations", trial.mutations)):
-        words = ", ".join(f"{counts[v]} {v}" for v in ("proved", "unknown", "refuted"))
-        lines.append(f"{counts.total()} {name}: {words}")
+    """Return the counts for people.
+
+    The text of a mutation is another one, or it would be proved at once: so what is unknown is told
+    apart by its digest.
+    """
+    lines = [_counts("rewrites", trial.rewrites), _counts("mutations", trial.mutations)]
+    told = trial.mutations.total() - trial.mutations["proved"]
+    lines[1] += f"; {told} told apart"
     if trial.unproved:
         lines.append(f"in rewrites not proved: {dict(trial.unproved)}")
     return "\n".join([*lines, *(f"WRONG: {line}" for line in trial.wrong)])
+
+
+def _counts(name: str, counts: Counter[str]) -> str:
+    words = ", ".join(f"{counts[v]} {v}" for v in ("proved", "unknown", "refuted"))
+    return f"{counts.total()} {name}: {words}"
 
 
 def _can_vary(text: str) -> bool:

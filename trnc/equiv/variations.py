@@ -104,8 +104,9 @@ def is_real(place: Place, *ops: str) -> bool:
 
 
 def two_tensors(place: Place) -> bool:
-    """Whether the first two arguments are tensors."""
-    return all(isinstance(a, Ref) for a in place.call.arguments[:2])
+    """Whether the first two arguments are there, and tensors."""
+    first = place.call.arguments[:2]
+    return len(first) == 2 and all(isinstance(a, Ref) for a in first)
 
 
 # Mutations
