@@ -37,6 +37,7 @@ check: $(VENV)/.ready-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/graph_equiv.py check
+	$(BIN)/python tools/graph_equiv.py prove --promises
 
 bench: setup
 	$(BIN)/trnc bench --model $(MODEL) --preset $(PRESET)

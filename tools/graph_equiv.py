@@ -19,12 +19,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from trnc.equiv.corpus import UNCHANGED, Replay, compare_corpora, format_replay
+from trnc.equiv.egraph import Limits
 from trnc.equiv.lock import (
     LockDiff,
     PresetGraphs,
@@ -110,6 +112,9 @@ def prove(
     promises: Annotated[
         bool, typer.Option("--promises", help="Prove the promises of every locked preset.")
     ] = False,
+    static: Annotated[
+        bool, typer.Option("--static", help="Prove them of static buckets, one by one.")
+    ] = False,
     nodes: Annotated[int, typer.Option(min=1, help="Give up at so many e-graph nodes.")] = 30_000,
     seconds: Annotated[float, typer.Option(min=0, help="Give up after so long.")] = 10.0,
 ) -> None:
@@ -117,13 +122,11 @@ def prove(
 
     Exit status: 0 all proved, 1 something refuted, 3 something unknown.
     """
-    from trnc.equiv.egraph import Limits
-
     limits = Limits(nodes, seconds)
     if promises == (before is not None):
         raise TrncError("give two graphs or revisions to compare, or --promises, not both")
     if before is None:
-        verdicts = list(_prove_promises(limits))
+        verdicts = list(_prove_promises(limits, static=static))
     else:
         verdicts = [_prove_change(change, limits) for change in _stage_changes(before, after)]
         typer.echo("nothing differs" if not verdicts else "")
@@ -147,7 +150,7 @@ def _change(before: str, after: str | None) -> LockDiff:
     return compare(old, new)
 
 
-def _prove_change(change: StageChange, limits: object) -> str:
+def _prove_change(change: StageChange, limits: Limits) -> str:
     from trnc.equiv.prove import format_proof, prove
 
     old, new = change.before, change.after
@@ -161,20 +164,29 @@ def _prove_change(change: StageChange, limits: object) -> str:
     return proof.verdict
 
 
-def _prove_promises(limits: object) -> Iterator[str]:
+def _prove_promises(limits: Limits, *, static: bool) -> Iterator[str]:
     from trnc.compiler.graphs import locked_config
-    from trnc.compiler.promises import Promises
+    from trnc.compiler.promises import Prover, claims
+    from trnc.compiler.texts import stage_texts
 
-    prover, start = Promises(limits=limits), time.perf_counter()
-    for model, preset in LOCKED:
-        made = list(prover.of(locked_config(REPOSITORY / "graphs", model, preset)))
-        kept = sum(promise.is_proved for promise in made)
+    start = time.perf_counter()
+    configs = {pair: locked_config(REPOSITORY / "graphs", *pair) for pair in LOCKED}
+    made = {
+        pair: list(claims(replace(config, static_buckets=static)))
+        for pair, config in configs.items()
+    }
+    stages = (spec for each in made.values() for claim in each for spec in claim.stages)
+    traced = stage_texts(stages, workers=_workers())
+    prover = Prover(texts={spec: stage.text for spec, stage in traced.items()}, limits=limits)
+    for pair, each in made.items():
+        proofs = [prover.prove(claim) for claim in each]
+        kept = sum(proof.verdict == "proved" for proof in proofs)
         elapsed = time.perf_counter() - start
-        typer.echo(f"{model}/{preset}: {kept} of {len(made)} promises proved ({elapsed:.0f} s)")
-        for promise in made:
-            if not promise.is_proved:
-                typer.echo(f"  not proved: {promise.statement}")
-            yield "proved" if promise.is_proved else "unknown"
+        typer.echo(f"{'/'.join(pair)}: {kept} of {len(each)} promises proved ({elapsed:.0f} s)")
+        for claim, proof in zip(each, proofs, strict=True):
+            if proof.verdict != "proved":
+                typer.echo(f"  {proof.verdict}: {claim.statement}: {proof.reason}")
+            yield proof.verdict
 
 
 @app.command()
@@ -233,6 +245,7 @@ def _git(*arguments: str) -> str:
 @app.command("try-prover")
 def try_prover(
     count: Annotated[int, typer.Option(min=1, help="How many of each.")] = 500,
+    first: Annotated[int, typer.Option(min=0, help="Where to begin: a trial in parts.")] = 0,
     seed: Annotated[int, typer.Option(help="Another seed, other variations.")] = 0,
 ) -> None:
     """Try the prover on random rewrites and mutations of the tiny model's stages.
@@ -241,7 +254,11 @@ def try_prover(
     """
     import torch
 
-    from trnc.equiv.trial import format_trial, run_trial
+    from trnc.equiv.trial import Trial, format_trial, run_trial
+
+    def report(number: int, trial: Trial) -> None:
+        if (done := number + 1 - first) % 25 == 0 and done < count:
+            typer.echo(f"after {done} of {count}:\n{format_trial(trial)}", err=True)
 
     torch.set_num_threads(1)
     stages = {
@@ -250,7 +267,7 @@ def try_prover(
         if preset.model == "tiny-glm"
         for stage in preset.stages.values()
     }
-    trial = run_trial(stages, count, seed)
+    trial = run_trial(stages, range(first, first + count), seed, report)
     typer.echo(format_trial(trial))
     raise typer.Exit(0 if trial.is_sound else 1)
 
@@ -264,9 +281,11 @@ def _traced() -> list[PresetGraphs]:
     # `diff` does without torch, which this imports.
     from trnc.compiler.graphs import traced_graphs
 
-    models = REPOSITORY / "graphs"
-    known: dict[object, object] = {}
-    return [traced_graphs(models, model, preset, known) for model, preset in LOCKED]
+    return traced_graphs(REPOSITORY / "graphs", LOCKED, workers=_workers())
+
+
+def _workers() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _read_old(graphs: Path) -> tuple[PresetGraphs, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from tests.models.tiny import PRESET
 from trnc.compiler.canonical import canonical_text, digest
 from trnc.compiler.matrix import variant_matrix
 from trnc.compiler.program import ProgramConfig, build_program, distinct_specs
+from trnc.compiler.texts import stage_texts
 from trnc.compiler.trace import trace_stage
 from trnc.models.config import ModelConfig, RopeConfig
 from trnc.models.stage import LayerFormats, StageSpec, WeightFormats
@@ -79,6 +81,18 @@ def test_the_order_of_tracing_changes_nothing(base: Digests) -> None:
     specs = distinct_specs(build_program(CONFIG, key) for key in variant_matrix(PRESET))
     again = {spec.kind: digest(canonical_text(trace_stage(spec))) for spec in reversed(specs)}
     assert again == base
+
+
+def test_parallel_processes_trace_the_same_texts(base: Digests) -> None:
+    specs = distinct_specs(build_program(CONFIG, key) for key in variant_matrix(PRESET))
+    few = [spec for spec in specs if spec.kind in ("greedy", "sample")]
+    found = stage_texts([*few, *few], workers=2)
+    assert {spec.kind: text.digest for spec, text in found.items()} == {
+        kind: base[kind] for kind in ("greedy", "sample")
+    }
+    assert all(
+        "models/sampling.py" in source for t in found.values() for source in t.sources.values()
+    )
 
 
 def with_model(**changes: object) -> ProgramConfig:
@@ -143,7 +157,7 @@ print(json.dumps([trnc.__file__, result]))
 
 
 def digests_of_edited(folder: Path, edit: Callable[[str], str]) -> Digests:
-    """Copy the package, edit models/llama.py in the copy, and trace there in a new process."""
+    """Edit models/llama.py in a copy, and trace there: another process, folder and hash seed."""
     package = folder / "trnc"
     shutil.copytree(Path(trnc.__file__).parent, package)
     source = package / "models" / "llama.py"
@@ -154,6 +168,7 @@ def digests_of_edited(folder: Path, edit: Callable[[str], str]) -> Digests:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         cwd=folder,
+        env=os.environ | {"PYTHONHASHSEED": "1"},
         input=json.dumps(asdict(CONFIG)),
         capture_output=True,
         text=True,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from typer.testing import CliRunner
 
+from trnc.compiler import promises
+from trnc.compiler.program import ProgramConfig
 from trnc.equiv.corpus import compare_corpora, format_replay, write_graph
 from trnc.equiv.lock import PresetGraphs, StageCall, StageText, VariantGraphs, write_lock
 
@@ -29,20 +32,24 @@ def traced(model: str, preset: str, op: str) -> PresetGraphs:
     )
 
 
-@pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def load_tool() -> ModuleType:
     spec = importlib.util.spec_from_file_location("graph_equiv", TOOL)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    trace_with(monkeypatch, "relu")
     return module
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    trace_with(monkeypatch, "relu")
+    return load_tool()
 
 
 def trace_with(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
     graphs = ModuleType("trnc.compiler.graphs")
-    graphs.traced_graphs = lambda graphs, model, preset, known: traced(model, preset, op)  # type: ignore[attr-defined]
+    graphs.traced_graphs = lambda _, pairs, workers: [traced(*pair, op) for pair in pairs]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "trnc.compiler.graphs", graphs)
 
 
@@ -153,3 +160,30 @@ def test_replay_is_an_error_only_for_a_refactor(tool: ModuleType, tmp_path: Path
     assert tool.replay_status(result, "a commit") == 0
     assert tool.replay_status(result, "Move code [graphs-unchanged]") == 1
     assert compare_corpora(tmp_path / "a", tmp_path / "a").changed == ()
+
+
+def test_a_promise_that_does_not_hold_is_named_and_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tool = load_tool()
+    made = promises.claims
+
+    def few(config: ProgramConfig) -> Iterator[promises.Claim]:
+        return (c for c in made(config) if c.statement.startswith("decode-1/greedy"))
+
+    monkeypatch.setattr(tool, "LOCKED", (("tiny-glm", "default"),))
+    monkeypatch.setattr(tool, "_workers", lambda: 1)
+    monkeypatch.setattr(promises, "claims", few)
+    code, output = run(tool, "prove", "--promises")
+    assert (code, output.splitlines()[0].split(" (")[0]) == (
+        0,
+        "tiny-glm/default: 15 of 15 promises proved",
+    )
+    monkeypatch.setattr(promises, "NEUTRAL", {**promises.NEUTRAL, "mask": -2})
+    promises.neutral_ports.cache_clear()
+    code, output = run(tool, "prove", "--promises")
+    promises.neutral_ports.cache_clear()
+    assert code == 1
+    assert (
+        "refuted: decode-1/greedy+mask with neutral inputs is decode-1/greedy: output 0" in output
+    )

@@ -30,8 +30,7 @@ from trnc.compiler.manifest import (
     read_manifest,
     write_manifest,
 )
-from trnc.compiler.matrix import variant_matrix
-from trnc.compiler.program import Call, Program, ProgramConfig, build_program, distinct_specs
+from trnc.compiler.program import Call, Program, ProgramConfig, build_programs, distinct_specs
 from trnc.compiler.store import ArtifactKey, Store
 from trnc.compiler.trace import trace_stage
 from trnc.compiler.unfinished import Unfinished, read_unfinished, write_unfinished
@@ -76,23 +75,18 @@ class BuildPlan:
 
 
 def trace_all(
-    config: ProgramConfig,
-    *,
-    report: Callable[[int, int, str], None],
-    known: Mapping[StageSpec, TracedStage] | None = None,
+    config: ProgramConfig, *, report: Callable[[int, int, str], None]
 ) -> tuple[Mapping[VariantKey, Program], Mapping[StageSpec, TracedStage]]:
-    """Build every program of the preset and trace every distinct stage that is not `known`.
+    """Build every program of the preset and trace every distinct stage.
 
     `report(done, total, label)` is called before each stage.
     """
-    programs = {
-        key: build_program(config, key) for key in variant_matrix(config.preset, config.contexts)
-    }
+    programs = build_programs(config)
     specs = distinct_specs(iter(programs.values()))
     traced = {}
     for index, spec in enumerate(specs):
         report(index, len(specs), spec.label)
-        traced[spec] = (known or {}).get(spec) or _trace(spec)
+        traced[spec] = _trace(spec)
     return programs, traced
 
 

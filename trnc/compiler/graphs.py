@@ -7,17 +7,21 @@ that its graphs depend on. So a check of the lock needs no weights and no networ
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
 import msgspec
 
-from trnc.compiler.canonical import source_map
-from trnc.compiler.compile import TracedStage, trace_all
-from trnc.compiler.program import Call, Program, ProgramConfig
-from trnc.compiler.sources import recording_sources
+from trnc.compiler.program import (
+    Call,
+    Program,
+    ProgramConfig,
+    build_programs,
+    distinct_specs,
+)
+from trnc.compiler.texts import stage_texts
 from trnc.core import VariantKey
 from trnc.equiv.lock import PresetGraphs, StageCall, StageText, VariantGraphs
 from trnc.models.config import ModelConfig
@@ -54,22 +58,24 @@ def locked_config(graphs: Path, name: str, preset: str) -> ProgramConfig:
 
 
 def traced_graphs(
-    graphs: Path, name: str, preset: str, known: dict[StageSpec, TracedStage]
-) -> PresetGraphs:
-    """Trace every program of a locked model under a shipped preset.
+    graphs: Path, pairs: Sequence[tuple[str, str]], *, workers: int
+) -> list[PresetGraphs]:
+    """Trace every program of each (locked model, shipped preset), each distinct stage once."""
+    programs = [build_programs(locked_config(graphs, *pair)) for pair in pairs]
+    specs = distinct_specs(program for each in programs for program in each.values())
+    texts = stage_texts(specs, workers=workers)
+    return [_preset_graphs(*pair, each, texts) for pair, each in zip(pairs, programs, strict=True)]
 
-    Presets share most stages: those in `known` are not traced again, and new ones are added.
-    """
-    config = locked_config(graphs, name, preset)
-    with recording_sources():
-        programs, traced = trace_all(config, report=lambda *_: None, known=known)
-    known.update(traced)
-    stages = {
-        stage.digest: StageText(spec.kind, stage.text, source_map(stage.program))
-        for spec, stage in traced.items()
-    }
-    variants = tuple(_variant(key, program, traced) for key, program in programs.items())
-    return PresetGraphs(model=name, preset=preset, variants=variants, stages=stages)
+
+def _preset_graphs(
+    model: str,
+    preset: str,
+    programs: Mapping[VariantKey, Program],
+    texts: Mapping[StageSpec, StageText],
+) -> PresetGraphs:
+    variants = tuple(_variant(key, program, texts) for key, program in programs.items())
+    stages = {texts[spec].digest: texts[spec] for spec in distinct_specs(iter(programs.values()))}
+    return PresetGraphs(model=model, preset=preset, variants=variants, stages=stages)
 
 
 def _config(locked: LockedModel, preset: Preset) -> ProgramConfig:
@@ -82,9 +88,9 @@ def _config(locked: LockedModel, preset: Preset) -> ProgramConfig:
 
 
 def _variant(
-    key: VariantKey, program: Program, traced: Mapping[StageSpec, TracedStage]
+    key: VariantKey, program: Program, texts: Mapping[StageSpec, StageText]
 ) -> VariantGraphs:
-    calls = ((call.stage.kind, traced[call.stage].digest) for call in program.calls)
+    calls = ((call.stage.kind, texts[call.stage].digest) for call in program.calls)
     runs = tuple(StageCall(kind, digest, len(list(run))) for (kind, digest), run in groupby(calls))
     return VariantGraphs(name=str(key), calls=runs, wiring=_wiring(program))
 

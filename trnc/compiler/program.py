@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from trnc.compiler.matrix import variant_matrix
 from trnc.core import VariantKey
 from trnc.models.cache import cache_layout
 from trnc.models.config import ModelConfig
@@ -83,18 +84,32 @@ class ProgramConfig:
         """Whether the programs keep what a draft needs."""
         return bool(self.preset.mtp_depths)
 
+    @property
+    def table_formats(self) -> WeightFormats:
+        """The formats of the embedding and the head, without those of the layers."""
+        return replace(self.formats, layers=())
+
     def spec(self, kind: StageKind, key: VariantKey) -> StageSpec:
         """The spec of a stage at the bucket of `key`; the caller adds what else it depends on.
 
-        A stage from the logits on has as many rows as there are logits.
+        A stage from the logits on has as many rows as there are logits. Only the MTP layer's head
+        depends on what there is of that layer: presets with and without it share all the rest.
         """
+        own = kind == "mtp_head"
+        model = self.model if own else replace(self.model, mtp_layers=0, mtp_vocab=0)
         rows = key.logit_rows if kind in OVER_LOGITS else key.rows
         return StageSpec(
             kind=kind,
-            model=self.model,
+            model=model,
             tokens=key.tokens if self.static_buckets else "tokens",
             rows=rows if self.static_buckets else "rows",
         )
+
+
+def build_programs(config: ProgramConfig) -> dict[VariantKey, Program]:
+    """Return the program of every variant of the preset."""
+    keys = variant_matrix(config.preset, config.contexts)
+    return {key: build_program(config, key) for key in keys}
 
 
 def build_program(config: ProgramConfig, key: VariantKey) -> Program:
@@ -207,7 +222,7 @@ _EMBEDDING = {
 
 def _embed(config: ProgramConfig, key: VariantKey) -> Call:
     # Neither the number of sequences nor anything of the cache shapes this graph.
-    spec = replace(config.spec("embed", key), rows=0, formats=config.formats)
+    spec = replace(config.spec("embed", key), rows=0, formats=config.table_formats)
     return _call(spec, _EMBEDDING, {})
 
 
@@ -232,7 +247,7 @@ def mtp_calls(
     if config.model.mtp_vocab:
         own = {"head": "draft_head", "draft_ids": "draft_ids"}
         bindings |= {port: f"weight.layers.{index}.{name}" for port, name in own.items()}
-    spec = replace(config.spec("mtp_head", key), formats=config.formats)
+    spec = replace(config.spec("mtp_head", key), formats=config.table_formats)
     yield _call(spec, bindings, {})
 
 
@@ -271,7 +286,7 @@ def layer_call(
 
 
 def _head(config: ProgramConfig, key: VariantKey) -> Call:
-    spec = replace(config.spec("head", key), formats=config.formats)
+    spec = replace(config.spec("head", key), formats=config.table_formats)
     bindings = {
         "hidden": "value.hidden",
         "norm": "weight.norm",

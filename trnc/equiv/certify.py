@@ -50,6 +50,7 @@ _MAPS: Mapping[str, Callable[[Any], Any]] = {
     "to f32": lambda x: x.double(),
 }
 _NAMES = ("add", "mul", "max", "min", "and", "or")
+_INTEGERS = {"trnc.apply_mask.default": 1}  # the operand that must be integers; terms are reals
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,8 @@ def _call(name: str, operands: list[Tensor]) -> Any:
     """Run `op(#, #, 0.5)` with operands in the places of `#`."""
     count = iter(range(len(operands)))
     call = parse_call(re.sub("#", lambda _: f"${next(count)}", name))
+    if (position := _INTEGERS.get(call.op)) is not None:
+        operands[position] = operands[position].to(torch.int32)
     arguments = [operands[int(a.name[1:])] if isinstance(a, Ref) else a for a in call.arguments]
     with reference_mode():
         result = find_op(call.op)(*arguments)
@@ -279,6 +282,12 @@ def _ids(dims: list[int], dice: random.Random, generator: torch.Generator) -> Te
     return torch.randint(-1, 5, dims, generator=generator).to(torch.int32)
 
 
+def _penalties(dims: list[int], dice: random.Random, generator: torch.Generator) -> list[Tensor]:
+    """What `trnc.ops.penalize` takes after the ids: counts, and three factors of each row."""
+    rows = [_normal(dims[:1], dice, generator) for _ in range(3)]
+    return [_ids(dims, dice, generator).abs(), rows[0].abs() + 0.1, *rows[1:]]
+
+
 _ROUTE = "trnc.route.default(#, #, 1, 1, 2, True, 2.5)"
 _DRAWS: Mapping[str, Callable[[list[int], random.Random, torch.Generator], Any]] = {
     "f": _normal,
@@ -298,6 +307,7 @@ _DRAWS: Mapping[str, Callable[[list[int], random.Random, torch.Generator], Any]]
     "route": lambda dims, dice, g: _ROUTE,  # noqa: ARG005
     "correction": lambda dims, dice, g: [_normal(dims, dice, g)],
     "none": lambda dims, dice, g: [],  # noqa: ARG005
+    "penalties": _penalties,
     "list": lambda dims, dice, g: [_normal(dims, dice, g) for _ in range(2)],
     "list3": lambda dims, dice, g: [_normal(dims, dice, g) for _ in range(3)],
     "list4": lambda dims, dice, g: [_normal(dims, dice, g) for _ in range(4)],

@@ -129,14 +129,16 @@ def _lower_node(
 # Ops that stay whole
 
 # How many leading operands are token rows; see `Op` in trnc.equiv.terms.
-_ROWS = {
+ROW_COUNTS = {
     "trnc.linear.default": 1,
     "trnc.head_linear.default": 1,
     "trnc.embedding.default": 1,
     "trnc.route.default": 1,
     "trnc.experts.default": 3,
     "trnc.quantize_kv.default": 1,
+    "trnc.apply_mask.default": 2,
     "trnc.logit_bias.default": 3,
+    "trnc.penalize.default": 6,
     "trnc.sample_greedy.default": 1,
     "trnc.sample.default": 7,
     "trnc.logprobs.default": 2,
@@ -146,7 +148,7 @@ _ROWS = {
 def _opaque(site: Site) -> tuple[Id, ...]:
     refs, name = _refs_and_name(site.call)
     operands = tuple(site.term(ref) for ref in refs)
-    count = _ROWS.get(site.call.op, 0)
+    count = ROW_COUNTS.get(site.call.op, 0)
     return _results(site, name, operands[:count], operands[count:])
 
 

@@ -156,7 +156,7 @@ def compare_numbers(old: Graph, new: Graph) -> Numbers:
         except (RuntimeError, IndexError) as error:
             reason = str(error).splitlines()[0]
             return Numbers(f"the second graph fails on {shown}: {reason}")
-        if (difference := _difference(expected, results)) is not None:
+        if (difference := output_difference(expected, results)) is not None:
             return Numbers(f"{difference}, on {shown}")
         if seed < len(SCALES):
             gates.append(_gate(old, new, draw, expected))
@@ -174,7 +174,8 @@ def _run_first(graph: Graph, seed: int) -> tuple[Draw, list[Tensor]] | None:
     return None
 
 
-def _difference(expected: Sequence[Tensor], results: Sequence[Tensor]) -> str | None:
+def output_difference(expected: Sequence[Tensor], results: Sequence[Tensor]) -> str | None:
+    """Say where two lists of outputs in f64 differ by more than rounding; None if nowhere."""
     for index, (a, b) in enumerate(zip(expected, results, strict=True)):
         if a.shape != b.shape or a.dtype != b.dtype:
             types = (f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in (a, b))

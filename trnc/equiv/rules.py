@@ -609,28 +609,61 @@ ROWS = (
 
 # A feature's op whose inputs say that a request does not use it.
 _BIAS = '"trnc.logit_bias.default(#, #, #)"'
+_MASK = '"trnc.apply_mask.default(#, #)"'
+_PENALTIES = '"trnc.penalize.default(#, #, #, #, #, #)"'
+_OFF = "(Expand (Lit {}) {})"
 NEUTRAL = (
     Rule(
         "no bias: values of 0",
-        f"(Op {_BIAS} (Cons x (Cons n (Cons (Expand (Lit ZERO) s) (Nil)))) (Nil))",
+        f"(Op {_BIAS} (Cons x (Cons n (Cons {_OFF.format('ZERO', 's')} (Nil)))) (Nil))",
         "x",
         "x:f[A,E] n:ids[A,B] s:d[A,B]",
     ),
     Rule(
         "no bias: unused ids",
-        f"(Op {_BIAS} (Cons x (Cons (Expand (Lit MINUS) s) (Cons v (Nil)))) (Nil))",
+        f"(Op {_BIAS} (Cons x (Cons {_OFF.format('MINUS', 's')} (Cons v (Nil)))) (Nil))",
         "x",
         "x:f[A,E] v:f[A,B] s:d[A,B]",
     ),
+    Rule(
+        "no mask: every bit is 1",
+        f"(Op {_MASK} (Cons x (Cons {_OFF.format('MINUS', 's')} (Nil))) (Nil))",
+        "x",
+        "x:f[A,E] s:d[A,1]",
+    ),
+    Rule(
+        "no penalties: unused ids",
+        f"(Op {_PENALTIES} (Cons x (Cons {_OFF.format('MINUS', 's')} r)) (Nil))",
+        "x",
+        "x:f[A,E] s:d[A,B] r:penalties[A,B]",
+    ),
+    Rule(
+        "no penalties: factors of 1 and 0",
+        f"(Op {_PENALTIES} (Cons x (Cons n (Cons c (Cons {_OFF.format('ONE', 's')}"
+        f" (Cons {_OFF.format('ZERO', 's')} (Cons {_OFF.format('ZERO', 's')} (Nil))))))) (Nil))",
+        "x",
+        "x:f[A,E] n:ids[A,B] c:ids[A,B] s:d[A]",
+    ),
 )
 
-_SIMPLER = ("twice", "nothing", "itself", "fold", "zero", "one", "of all", "first", "last")
+# Rules that leave less than there was, in any graph. "collect one" is none of them: of a term that
+# is 0 it makes multiples without end.
+_SIMPLER = frozenset(
+    (
+        *(f"fold {name}" for name in ("sum", "product", "inverse")),
+        *(f"{name} twice" for name in ("inverse", "not", "f16", "bf16", "reshape")),
+        *(f"permute {name} ({rank})" for name in ("twice", "nothing") for rank in (2, 3, 4)),
+        *(f"{name} of a cat" for name in ("first", "last")),
+        *(f"{name} to itself" for name in ("reshape", "expand")),
+        "add zero",
+        "times one",
+        "slice of all",
+    )
+)
 
 
 def _directed(rule: Rule) -> Rule:
-    """Mark a rule that leaves less than there was."""
-    is_simpler = not rule.both and any(word in rule.name for word in _SIMPLER)
-    return replace(rule, directed=is_simpler)
+    return replace(rule, directed=rule.name in _SIMPLER)
 
 
 RULES: tuple[Rule, ...] = (
