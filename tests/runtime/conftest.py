@@ -83,6 +83,24 @@ def deepseek_v3_mtp(
     yield from _started(speculating(deepseek_v3_options))
 
 
+@pytest.fixture(scope="session")
+def featured(glm4_moe_options: StartOptions, native_library: Path) -> Iterator[ProgramExecutor]:
+    """Every feature at once, and speculation, which a test may leave out by its limits."""
+    options = speculating(glm4_moe_options)
+    preset = replace(
+        options.preset,
+        name="tiny-featured",
+        structured_outputs=True,
+        token_masks=True,
+        min_tokens=True,
+        thinking_budget=True,
+        penalties=True,
+        penalty_buckets=(4, 24),
+        prompt_logprobs=True,
+    )
+    yield from _started(replace(options, preset=preset))
+
+
 def speculating(options: StartOptions) -> StartOptions:
     return replace(options, preset=replace(options.preset, name="tiny-mtp", mtp_depths=(1, 2, 3)))
 

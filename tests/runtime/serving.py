@@ -74,13 +74,17 @@ class Prompted(Limited):
 
     def _name_drafts(self, sequence: SequencePlan) -> SequencePlan:
         assert sequence.token_ids is not None
-        first, drafts = sequence.output_index, sequence.count - 1
-        answer = self.answers[sequence.sampling.seed][first : first + drafts]
-        guesses = (
+        seed, first = sequence.sampling.seed, sequence.output_index
+        drafts = self._drafts(seed, first, sequence.count - 1)
+        return replace(sequence, token_ids=(*sequence.token_ids, *drafts))
+
+    def _drafts(self, seed: int, first: int, count: int) -> tuple[int, ...]:
+        """Return guesses at the outputs from number `first` on, as many as the answer has."""
+        answer = self.answers[seed][first : first + count]
+        return tuple(
             token if self.right(index) else (token + 1) % self.info.vocab_size
             for index, token in enumerate(answer, start=first)
         )
-        return replace(sequence, token_ids=(*sequence.token_ids, *guesses))
 
 
 def serve(

@@ -3,52 +3,37 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.models.tiny import PRESET, VOCAB
-from tests.runtime.serving import alone, compile_missing, outcome, serve
+from tests.models.tiny import VOCAB
+from tests.runtime.serving import Limited, alone, outcome, serve
 from tests.runtime.test_one_answer import TEXT, schedules
 from trnc.core import SamplingParams
 from trnc.engine.loops import overlapped_loop, plain_loop
 from trnc.engine.messages import Rules, Submit, Thinking, ToEngine
 from trnc.runtime.executor import ProgramExecutor
-from trnc.runtime.start import StartOptions, start_executor
 
-FULL = replace(
-    PRESET,
-    name="tiny-full",
-    token_masks=True,
-    min_tokens=True,
-    thinking_budget=True,
-    penalties=True,
-    penalty_buckets=(4, 24),
-    prompt_logprobs=True,
-)
+loops = st.sampled_from([plain_loop, overlapped_loop])
+depths = st.sampled_from([(), (1, 2, 3)])
 ALL = SamplingParams(logprobs=20)
 END = (11, 12)
 
 
-@pytest.fixture(scope="module")
-def full(quantized_options: StartOptions, native_library: Path) -> Iterator[ProgramExecutor]:
-    executor, _, features = start_executor(
-        replace(quantized_options, preset=FULL), compile_missing, print
-    )
-    assert features == FULL.features
-    yield executor
-    executor.close()
+@pytest.fixture
+def plain(featured: ProgramExecutor) -> Limited:
+    """It never speculates."""
+    return Limited(executor=featured, info=replace(featured.info, mtp_depths=()))
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(schedule=schedules, loop=st.sampled_from([plain_loop, overlapped_loop]))
-def test_unused_features_change_no_bit(full, quantized, schedule, loop):
+@given(schedule=schedules, loop=loops, depths=depths)
+def test_unused_features_change_no_bit(featured, glm4_moe, schedule, loop, depths):
     """Every other request has features, so that plain ones share their variants."""
     arrivals: dict[int, list[ToEngine]] = defaultdict(list)
     plain = []
@@ -60,9 +45,9 @@ def test_unused_features_change_no_bit(full, quantized, schedule, loop):
         )
         arrivals[arrival.turn] += [fancy, request]
         plain.append(request)
-    served = serve(full, arrivals, loop=loop)
+    served = serve(featured, arrivals, loop=loop, mtp_depths=depths)
     for request in plain:
-        assert outcome(served, request.request_id) == alone(quantized, request)
+        assert outcome(served, request.request_id) == alone(glm4_moe, request)
 
 
 samplings = st.builds(
@@ -91,11 +76,12 @@ requests = st.lists(
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(wanted=requests, loop=st.sampled_from([plain_loop, overlapped_loop]), data=st.data())
-def test_features_are_exact_in_any_company(full, wanted, loop, data):
+@given(wanted=requests, loop=loops, depths=depths, data=st.data())
+def test_features_are_exact_in_any_company(plain, featured, wanted, loop, depths, data):
     limits = {
+        "mtp_depths": depths,
         "num_pages": data.draw(st.integers(9, 30)),
         "max_prefill_tokens": data.draw(st.integers(2, 32)),
     }
@@ -103,9 +89,9 @@ def test_features_are_exact_in_any_company(full, wanted, loop, data):
         Submit(f"{i}", TEXT[i : i + length], sampling, tokens, (2, 3), rules=rules)
         for i, (length, sampling, rules, tokens) in enumerate(wanted)
     ]
-    served = serve(full, {i: [request] for i, request in enumerate(made)}, loop=loop, **limits)
+    served = serve(featured, {i: [request] for i, request in enumerate(made)}, loop=loop, **limits)
     for request in made:
-        lone = serve(full, {0: [request]})
+        lone = serve(plain, {0: [request]})
         assert outcome(served, request.request_id) == outcome(lone, request.request_id)
         scores = [s for d in served.deltas(request.request_id) for s in d.prompt_logprobs]
         assert scores == [s for d in lone.deltas(request.request_id) for s in d.prompt_logprobs]
@@ -135,26 +121,26 @@ def check_rules(output: list[int], request: Submit, finish: str | None) -> None:
     assert finish in ("stop", "length")
 
 
-def test_penalties_do_what_they_say(full):
+def test_penalties_do_what_they_say(plain):
     """The picks, from the raw log-probabilities of the very same text: greedy, step by step."""
     prompt = TEXT[:9]
     sampling = replace(ALL, repetition_penalty=1.7, frequency_penalty=0.9, presence_penalty=0.4)
-    tokens, logprobs, _ = alone(full, Submit("it", prompt, sampling, 16))
-    plain, _, _ = alone(full, Submit("it", prompt, ALL, 16))
-    assert tokens != plain, "strong penalties change the text"
+    tokens, logprobs, _ = alone(plain, Submit("it", prompt, sampling, 16))
+    free, _, _ = alone(plain, Submit("it", prompt, ALL, 16))
+    assert tokens != free, "strong penalties change the text"
     # Repetition looks at logits, not log-probabilities; with r = 1 the order is the penalised one.
     sampling = replace(sampling, repetition_penalty=1.0)
-    tokens, logprobs, _ = alone(full, Submit("it", prompt, sampling, 16))
+    tokens, logprobs, _ = alone(plain, Submit("it", prompt, sampling, 16))
     for i, (token, entry) in enumerate(zip(tokens, logprobs, strict=True)):
         counts = Counter(tokens[:i])
         penalised = {t: lp - 0.9 * counts[t] - 0.4 * (t in counts) for t, lp in entry.top}
         assert token == max(penalised, key=lambda t: penalised[t])
 
 
-def test_prompt_logprobs_are_those_of_an_output(full):
+def test_prompt_logprobs_are_those_of_an_output(plain):
     """A text has the same log-probabilities whether it was generated or given, bit for bit."""
     request = Submit("it", TEXT[:21], ALL, 20)
-    tokens, logprobs, _ = alone(full, request)
+    tokens, logprobs, _ = alone(plain, request)
     both = Submit(
         "both",
         (*request.prompt_ids, *tokens),
@@ -163,7 +149,7 @@ def test_prompt_logprobs_are_those_of_an_output(full):
         prompt_logprobs_from=21,
     )
     for limit in (32, 7):
-        served = serve(full, {0: [request], 30: [both]}, max_prefill_tokens=limit)
+        served = serve(plain, {0: [request], 30: [both]}, max_prefill_tokens=limit)
         scores = [s for d in served.deltas("both") for s in d.prompt_logprobs]
         assert scores == logprobs
         assert served.deltas("both")[-1].cached_tokens == 16, "what is not scored may be cached"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trnc.checkpoint.tokenizer import Tokenizer
+from trnc.engine.grammar_text import GLM_STRINGS, JSON_STRINGS, Faults, check_source, mend
 from trnc.engine.messages import MAX_WHITESPACE, Grammar
 
 if TYPE_CHECKING:
@@ -26,16 +27,6 @@ if TYPE_CHECKING:
 COMPILE_SECONDS = 10.0
 COMPILE_MIB = 1024
 NO_TEXT = b"\xff"  # never a part of UTF-8
-# What xgrammar 0.2.9 lets through in strings of limited length: patterns of its grammars' text, and
-# what they should be. Control characters, which no JSON parser takes; and where arguments are not
-# JSON but GLM's markup, the markup that ends the string, and white space around it, which a reader
-# cannot tell from the string's own.
-_JSON_STRINGS = ((re.escape(r"[^\"\\\r\n]"), r"[^\0-\x1f\"\\\r\n]"),)
-_GLM_STRINGS = (
-    (re.escape(r"[\0-\U0010ffff]"), "[^<]"),
-    (r'"<arg_value>" whitespace\w*\{0, \d+\} ', '"<arg_value>" '),
-    (r' whitespace\w*\{0, \d+\} "</arg_value>"', ' "</arg_value>"'),
-)
 
 LoadTokenizer = Callable[[], Tokenizer]
 
@@ -65,46 +56,42 @@ def compile_grammar(
     compiler: xgrammar.GrammarCompiler, grammar: Grammar
 ) -> xgrammar.CompiledGrammar:
     """Compile one grammar; raises what xgrammar raises where the source is wrong."""
-    match grammar.kind:
-        case "json":
-            return compiler.compile_grammar(_schema('{"type": "object"}', strict=False))
-        case "json_schema":
-            return compiler.compile_grammar(_schema(grammar.source, strict=True))
-        case "regex":
-            return compiler.compile_regex(grammar.source)
-        case "ebnf":
-            return compiler.compile_grammar(grammar.source)
-        case "structural_tag":
-            return compiler.compile_grammar(_structural_tag(grammar.source))
+    check_source(grammar.source)
+    return compiler.compile_grammar(_mended(*_parsed(grammar)))
 
 
-def _schema(source: str, *, strict: bool) -> xgrammar.Grammar:
-    """Return the grammar of a JSON schema.
+def _parsed(grammar: Grammar) -> tuple[xgrammar.Grammar, Faults]:
+    """Return a grammar, and what is to be mended in it.
 
-    White space is free but not endless, or a model might never come to an end. `strict`: objects
-    have no properties but those that the schema names.
+    White space in JSON is free but not endless, or a model might never come to an end. Objects of a
+    schema have no properties but those that it names.
     """
     import xgrammar
 
-    grammar = xgrammar.Grammar.from_json_schema(
-        source, strict_mode=strict, max_whitespace_cnt=MAX_WHITESPACE
-    )
-    return _mended(grammar, _JSON_STRINGS)
+    source = grammar.source
+    match grammar.kind:
+        case "json" | "json_schema":
+            named = grammar.kind == "json_schema"
+            parsed = xgrammar.Grammar.from_json_schema(
+                source if named else '{"type": "object"}',
+                strict_mode=named,
+                max_whitespace_cnt=MAX_WHITESPACE,
+            )
+            return parsed, JSON_STRINGS
+        case "regex":
+            return xgrammar.Grammar.from_regex(source), ()
+        case "ebnf":
+            return xgrammar.Grammar.from_ebnf(source), ()
+        case "structural_tag":
+            faults = JSON_STRINGS + (GLM_STRINGS if '"glm_xml"' in source else ())
+            return xgrammar.Grammar.from_structural_tag(source), faults
 
 
-def _structural_tag(source: str) -> xgrammar.Grammar:
+def _mended(grammar: xgrammar.Grammar, faults: Faults) -> xgrammar.Grammar:
     import xgrammar
 
-    faults = _JSON_STRINGS + (_GLM_STRINGS if '"glm_xml"' in source else ())
-    return _mended(xgrammar.Grammar.from_structural_tag(source), faults)
-
-
-def _mended(grammar: xgrammar.Grammar, faults: tuple[tuple[str, str], ...]) -> xgrammar.Grammar:
-    import xgrammar
-
-    text = mended = str(grammar)
-    for loose, tight in faults:
-        mended = re.sub(loose, tight.replace("\\", r"\\"), mended)
+    text = str(grammar)
+    mended = mend(text, faults)
     return grammar if mended == text else xgrammar.Grammar.from_ebnf(mended)
 
 
