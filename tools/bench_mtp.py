@@ -166,7 +166,7 @@ def main(
         list[str] | None, typer.Option(help=f"Of {', '.join(DOMAINS)}. Default: all.")
     ] = None,
     batches: Annotated[int, typer.Option(min=1)] = 8,
-    tokens: Annotated[int, typer.Option(help="Output tokens of a prompt, at most.")] = 128,
+    tokens: Annotated[int, typer.Option(help="Output tokens of a prompt, in the mean.")] = 128,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     fixed: Annotated[
         bool, typer.Option(help="Measure each depth of the last preset by itself, too.")
@@ -215,7 +215,11 @@ def _start(model: str, preset: str) -> Executor:
 def _requests(
     model: str, domains: list[str], batches: int, streams: int, tokens: int, temperature: float
 ) -> Iterator[list[Submit]]:
-    """Yield batches of prompts, as many a stream as make a batch long enough to time."""
+    """Yield batches of prompts, as many a stream as make a batch long enough to time.
+
+    Answers end at different lengths, from half of `tokens` to one and a half times as many: where
+    all ended at once, all would begin at once, which no server sees.
+    """
     tokenizer = load_tokenizer(resolve(model, report=quiet))
     prompts = [p for p in compose("held_out", PROMPTS, seed=1) if p.domain in domains]
     size = 2 * streams
@@ -227,7 +231,7 @@ def _requests(
                 request_id=str(index),
                 prompt_ids=tuple(encode(tokenizer, prompt)),
                 sampling=replace(sampling, seed=first + index),
-                max_tokens=tokens,
+                max_tokens=tokens // 2 + tokens * (index * 3 % size) // size,
                 stop_token_ids=eos,
             )
             for index, prompt in enumerate(prompts[first : first + size])

@@ -80,13 +80,12 @@ class SequencePlan:
     last one sampled in `slot`), so that a step can be planned before the last one is read.
     `pages` cover positions `0 .. start + count - 1`. If `sample`, the step picks the token that
     follows, as output number `output_index` of the request (the noise depends on it). `following`
-    is the token at `start + count` where the request has one already.
-    In a `verify` what `token_ids` lacks are the slot's drafts, and one token is picked after each.
-    A `draft` stands on the device's own position of the slot: `start` is the furthest that this can
-    be, and only the difference of `output_index` and `start` matters.
-    What is not used is empty. For each row of logits, `masks` are packed bits of the tokens that
-    may be picked, `counts` (int32) the penalised ids, then how often each was output; `targets` has
-    for each token the one after it where its log-probability is wanted, else -1.
+    is the token at `start + count` where the request has one already. In a `verify` what
+    `token_ids` lacks are the slot's drafts, and one token is picked after each. A `draft` stands on
+    the device's own position: `start` is the furthest that it can be, and only the difference of
+    `output_index` and `start` matters. What is not used is empty. For each row of logits, `masks`
+    are packed bits of the tokens that may be picked, `counts` (int32) the penalised ids, then how
+    often each was output; `targets` the token after each whose log-probability is wanted, else -1.
     """
 
     slot: int
@@ -148,3 +147,4 @@ class ExecutorInfo:
     eos_token_ids: tuple[int, ...] = ()
     mtp_depths: tuple[int, ...] = ()
     mtp_always: bool = False
+    rounds: tuple[tuple[int, int, int], ...] = ()  # sequences, depth, micros: as first measured

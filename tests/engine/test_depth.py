@@ -77,9 +77,27 @@ def test_what_held_the_machine_up_is_forgotten_soon() -> None:
     chosen = policy()
     run(chosen, 300, chance=0.4, costs=DEAR)
     run(chosen, 3, chance=0.4, costs={**DEAR, 0: 5000})
-    assert run(chosen, 100, chance=0.4, costs=DEAR)[0] >= 99  # a few steps change nothing
+    assert run(chosen, 100, chance=0.4, costs=DEAR)[0] >= 98  # a few steps change nothing
     run(chosen, 12, chance=0.4, costs={**DEAR, 0: 5000})
     assert run(chosen, 100, chance=0.4, costs=DEAR)[0] >= 80
+
+
+def test_the_pace_of_the_machine_changes_nothing() -> None:
+    chosen = policy()
+    run(chosen, 300, chance=0.9, costs=CHEAP)
+    for pace in (4, 1, 2, 7) * 10:
+        costs = {depth: pace * micros for depth, micros in CHEAP.items()}
+        assert run(chosen, 40, chance=0.9, costs=costs)[3] >= 38  # and a look at another
+
+
+def test_what_was_measured_at_the_start_is_where_it_begins() -> None:
+    measured = tuple((4, depth, micros) for depth, micros in DEAR.items())
+    chosen = DepthPolicy(depths=DEPTHS, always=False, measured=measured)
+    for rows in (4, 3, 1):  # the next larger number is near enough
+        depths = run(chosen, 100, chance=0.2, costs=DEAR, rows=rows)
+        assert depths[0] >= 90
+        assert depths[2] + depths[3] <= 4
+    assert run(chosen, 12, chance=0.2, costs=DEAR, rows=5)[3] == 3  # of more, nothing is known
 
 
 def test_small_differences_do_not_make_it_flutter() -> None:

@@ -143,3 +143,11 @@ def test_drafts_are_sampled_with_the_noise_of_the_position_that_they_are_for(
     counters = served.scheduler.counters
     assert sum(counters.drafted) > 40
     assert counters.accepted == counters.drafted
+
+
+def test_rounds_are_measured_at_the_start(glm4_moe, glm4_moe_mtp):
+    rounds = glm4_moe_mtp.info.rounds
+    expected = [(rows, depth) for rows in PRESET.decode_rows for depth in (0, 1, 2, 3)]
+    assert [(rows, depth) for rows, depth, _ in rounds] == expected
+    assert all(micros > 0 for *_, micros in rounds)
+    assert glm4_moe.info.rounds == (), "nothing to choose from"

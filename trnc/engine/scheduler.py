@@ -109,7 +109,9 @@ class Scheduler:
         self._arrivals = 0
         self._free_slots = list(range(info.max_rows))
         self._in_flight: deque[tuple[StepPlan, list[Row]]] = deque()
-        self._depths = DepthPolicy(depths=info.mtp_depths, always=info.mtp_always)
+        self._depths = DepthPolicy(
+            depths=info.mtp_depths, always=info.mtp_always, measured=info.rounds
+        )
         self._last_step: Step = "decode"
 
     @property

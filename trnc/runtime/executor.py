@@ -33,6 +33,7 @@ class ProgramRunner(Protocol):
 class ProgramExecutor:
     """`trnc.engine.executor.Executor` over a catalog and a program runner.
 
+    `info` are the limits that plans must keep.
     `recent_calls` are the last calls of the runner, oldest first: when each began and ended, by
     `time.perf_counter`. All else that a step takes is the host's time.
     """
@@ -48,7 +49,7 @@ class ProgramExecutor:
         speculates: bool,
         count_compiles: Callable[[], int],
     ) -> None:
-        self._info = info
+        self.info = info
         self._catalog = catalog
         self._runner = runner
         self._max_pages = max_pages
@@ -58,11 +59,6 @@ class ProgramExecutor:
         self.recent_calls: deque[tuple[float, float]] = deque(maxlen=RECENT_CALLS)
         self._unused: defaultdict[VariantKey, list[InputBuffers]] = defaultdict(list)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trnc-step")
-
-    @property
-    def info(self) -> ExecutorInfo:
-        """The limits that plans must keep."""
-        return self._info
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """Queue one step; its inputs are built here, on the caller's thread."""
@@ -82,12 +78,12 @@ class ProgramExecutor:
         unused = self._unused[key]
         if unused:
             return unused.pop()
-        max_pages = -(-key.context // self._info.page_size) or self._max_pages
+        max_pages = -(-key.context // self.info.page_size) or self._max_pages
         return InputBuffers(
             key,
             max_pages=max_pages,
             spare_slot=self._spare_slot,
-            vocab_size=self._info.vocab_size,
+            vocab_size=self.info.vocab_size,
             speculates=self._speculates,
         )
 

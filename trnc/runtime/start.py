@@ -38,6 +38,7 @@ from trnc.runtime.eager_runner import EagerRunner
 from trnc.runtime.executor import ProgramExecutor, ProgramRunner
 from trnc.runtime.native_runner import NativeRunner
 from trnc.runtime.packed import load_packed, packed_key
+from trnc.runtime.rounds import measure_rounds
 from trnc.runtime.state import allocate_state, count_pages, free_memory_bytes
 
 Report = Callable[[str], None]
@@ -199,9 +200,14 @@ def _start_compiled(
         runner = NativeRunner(manifest=manifest, stage_paths=paths, tensors=tensors)
     built = store.builds
     keys = tuple(variant.key for variant in manifest.variants)
-    return _executor(
+    executor = _executor(
         config, Catalog.of(keys), runner, num_pages, count_compiles=lambda: store.builds - built
     )
+    if config.speculates and not config.preset.mtp_always:
+        with timings.measure("rounds"):
+            rounds = tuple(measure_rounds(executor, config.preset.decode_rows))
+        executor.info = replace(executor.info, rounds=rounds)
+    return executor
 
 
 def _load_libraries(manifest: Manifest, store: Store) -> None:

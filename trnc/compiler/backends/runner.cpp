@@ -7,10 +7,12 @@
 //
 // A runner is used by one thread at a time.
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/custom_class.h>
 #include <torch/csrc/inductor/aoti_runner/model_container_runner_cpu.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -86,6 +88,7 @@ struct Runner : torch::CustomClassHolder {
     TORCH_CHECK(inputs.size() == program.inputs.size(), "program takes ", program.inputs.size(),
                 " inputs, got ", inputs.size());
     for (size_t i = 0; i < inputs.size(); ++i) table[program.inputs[i]] = inputs[i];
+    const at::AutoDispatchBelowADInplaceOrView no_gradients;  // or each write asks for them
     for (const Instruction& next : program.instructions) {
       execute(next);
       for (int64_t slot : next.dead) table[slot].reset();
@@ -112,13 +115,21 @@ struct Runner : torch::CustomClassHolder {
   }
 };
 
+// The writes below are a few numbers: finding out how ATen would do them takes longer than they do.
 void store_tokens(at::Tensor last_tokens, const at::Tensor& slots, const at::Tensor& tokens) {
-  last_tokens.index_copy_(0, slots, tokens);
+  auto kept = last_tokens.accessor<int64_t, 1>();
+  const auto to = slots.accessor<int64_t, 1>(), from = tokens.accessor<int64_t, 1>();
+  for (int64_t r = 0; r < to.size(0); ++r) kept[to[r]] = from[r];
 }
 
 void store_states(at::Tensor states, const at::Tensor& slots, const at::Tensor& hidden,
                   const at::Tensor& rows) {
-  states.index_copy_(0, slots, hidden.index_select(0, rows));
+  TORCH_CHECK(states.stride(1) == 1 && hidden.stride(1) == 1, "states are rows of memory");
+  auto kept = states.accessor<float, 2>();
+  const auto given = hidden.accessor<float, 2>();
+  const auto to = slots.accessor<int64_t, 1>(), from = rows.accessor<int64_t, 1>();
+  for (int64_t r = 0; r < to.size(0); ++r)
+    std::copy_n(given[from[r]].data(), given.size(1), kept[to[r]].data());
 }
 
 std::tuple<at::Tensor, at::Tensor> accept_drafts(const at::Tensor& sampled, const at::Tensor& drafted,
