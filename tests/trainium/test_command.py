@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
+from dataclasses import replace
+
 import pytest
+from rich.console import Console
 
 from tests.checkpoint.files import gguf_tensors, shape_metadata, tiny_model, write_gguf
-from tests.cli.command import fails, trnc
+from tests.cli.command import trnc
 from tests.trainium.test_neuron import SCRIPT
+from trnc.cli.trainium_command import TrainiumArguments, run_trainium
 from trnc.compiler.backends.stablehlo import bundle, neuron
+from trnc.errors import CompileError, ConfigError
 
 TOML = """
 description = "Little"
@@ -21,18 +27,34 @@ logit_bias = false
 
 
 @pytest.fixture(scope="module")
-def arguments(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> TrainiumArguments:
     folder = tmp_path_factory.mktemp("trainium")
     tensors = gguf_tensors(tiny_model("mistral"), "llama")
     metadata = shape_metadata(**{"attention.key_length": 32, "attention.value_length": 32})
     model = write_gguf(folder / "tiny.gguf", metadata=metadata, tensors=tensors)
     (folder / "little.toml").write_text(TOML)
-    options = ("--model", model, "--preset", folder / "little.toml", "--store", folder / "store")
-    return ("compile", "--backend", "trainium", *options)
+    return TrainiumArguments(
+        model=str(model),
+        preset=str(folder / "little.toml"),
+        target="trn2",
+        store=folder / "store",
+        jobs=1,
+        dry_run=False,
+        bundle=None,
+    )
 
 
-def test_a_bundle_without_a_compiler_and_modules_with_one(arguments, tmp_path):
-    ran = trnc(*arguments, "--bundle", tmp_path / "bundle", PATH="/usr/bin:/bin")
+def run(arguments: TrainiumArguments) -> str:
+    """Run the command in this process, and return what it prints."""
+    out = io.StringIO()
+    run_trainium(arguments, finish=None, console=Console(file=out, width=100))
+    return out.getvalue()
+
+
+def test_a_bundle_without_a_compiler_and_modules_with_one(arguments, tmp_path, monkeypatch):
+    given = (arguments.model, "--preset", arguments.preset, "--store", arguments.store)
+    command = ("compile", "--backend", "trainium", "--model", *given)
+    ran = trnc(*command, "--bundle", tmp_path / "bundle", PATH="/usr/bin:/bin")
     assert ran.status == 0, ran.err
     assert "Preset little for trn2: 4 variants, 1 rank(s), contexts 64" in ran.out
     assert "In the store: 0 modules. To lower: 4." in ran.out
@@ -47,21 +69,29 @@ def test_a_bundle_without_a_compiler_and_modules_with_one(arguments, tmp_path):
     script = tmp_path / neuron.COMPILER
     script.write_text(SCRIPT.replace(".read_text()\nout", ".name\nout"))  # modules are bytes
     script.chmod(0o755)
-    with_compiler = trnc(*arguments, PATH=f"{tmp_path}:/usr/bin:/bin")
-    assert with_compiler.status == 0, with_compiler.err
-    assert "All 4 modules are compiled" in with_compiler.out
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert "All 4 modules are compiled" in run(arguments)
     assert len((tmp_path / "calls").read_text().splitlines()) == 4
-    again = trnc(*arguments, "--dry-run")
-    assert "In the store: 4 modules. To lower: 0." in again.out
+    assert "In the store: 4 modules. To lower: 0." in run(replace(arguments, dry_run=True))
 
 
 def test_wrong_targets_and_ranks_are_one_line(arguments, tmp_path):
-    assert "--target trn3: not one of trn1, trn2. Did you mean" in fails(
-        *arguments, "--target", "trn3"
-    )
-    toml = tmp_path / "three.toml"
-    toml.write_text(TOML + "[trainium]\nranks = 3\n")
-    assert "ranks = 3: the model's heads, 4, do not divide" in fails(*arguments, "--preset", toml)
-    toml.write_text(TOML + "[trainium]\nlnc = 2\n")
-    said = fails(*arguments, "--preset", toml, "--target", "trn1")
-    assert "'trainium.lnc' is 2; target trn1 has 1" in said
+    with pytest.raises(ConfigError, match=r"--target trn3: not one of trn1, trn2\. Did you mean"):
+        run(replace(arguments, target="trn3"))
+    preset = tmp_path / "other.toml"
+    preset.write_text(TOML + "[trainium]\nranks = 3\n")
+    with pytest.raises(ConfigError, match="ranks = 3: the model's heads, 4, do not divide"):
+        run(replace(arguments, preset=str(preset)))
+    preset.write_text(TOML + "[trainium]\nlnc = 2\n")
+    with pytest.raises(ConfigError, match=r"'trainium\.lnc' is 2; target trn1 has 1"):
+        run(replace(arguments, preset=str(preset), target="trn1"))
+
+
+def test_a_broken_rule_refuses_and_compiles_nothing(arguments, tmp_path, monkeypatch):
+    from trnc.compiler.backends.stablehlo import lint
+
+    never = replace(lint.RULES[0], trips=lambda op, _: "no" if op.name == "func.call" else None)
+    monkeypatch.setattr(lint, "RULES", (never,))
+    with pytest.raises(CompileError, match=r"1 rule\(s\) of trn2 are broken"):
+        run(replace(arguments, bundle=tmp_path / "bundle"))
+    assert not (tmp_path / "bundle").exists()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from trnc.compiler.backends.stablehlo.lint import RULES, lint
+from trnc.compiler.backends.stablehlo.lint import RULES, Finding, lint
 from trnc.compiler.backends.stablehlo.module import canonical_text
 from trnc.compiler.backends.stablehlo.targets import neuron_target
 
@@ -67,15 +67,16 @@ def sort(direction: str) -> str:
 
 
 def gather(indexes: int) -> str:
-    i = f"tensor<{indexes}xi32>"
+    """The first rows of a matrix of 4 rows that are longer than there are indexes."""
+    i, result = f"tensor<{indexes}xi32>", f"tensor<{indexes}x9xf32>"
     body = (
         f"%i = stablehlo.iota dim = 0 : {i} "
-        '%0 = "stablehlo.gather"(%a, %i) <{dimension_numbers = #stablehlo.gather<'
-        "collapsed_slice_dims = [0], start_index_map = [0], index_vector_dim = 1>, "
-        f"slice_sizes = array<i64: 1>}}> : (tensor<4xf32>, {i}) -> tensor<{indexes}xf32> "
-        f"return %0 : tensor<{indexes}xf32>"
+        '%0 = "stablehlo.gather"(%a, %i) <{dimension_numbers = #stablehlo.gather<offset_dims = [1],'
+        " collapsed_slice_dims = [0], start_index_map = [0], index_vector_dim = 1>, "
+        f"slice_sizes = array<i64: 1, 9>}}> : (tensor<4x9xf32>, {i}) -> {result} "
+        f"return %0 : {result}"
     )
-    return function(body, "%a: tensor<4xf32>", f"tensor<{indexes}xf32>")
+    return function(body, "%a: tensor<4x9xf32>", result)
 
 
 def alias(parameter: str, result: str) -> str:
@@ -233,6 +234,13 @@ def test_a_rule_trips_where_it_should_and_only_there(name):
     assert all(f.count >= 1 for f in found)
     assert found[0].message
     assert name not in [finding.rule for finding in lint(right(), TRN2)]
+
+
+def test_a_function_that_is_known_is_found_again_in_the_next_module():
+    known: dict[str, tuple[Finding, ...]] = {}
+    found = [lint(CASES["f64"][0](), TRN2, known) for _ in range(2)]
+    assert len(known) == 1
+    assert [f.rule for f in found[1]] == [f.rule for f in found[0]] == ["f64"]
 
 
 def test_errors_come_first_and_rules_know_their_target():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import os
 import re
 import subprocess
 import sys
@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.models.tiny import tiny_model
-from tests.trainium.serving import SMALL
+from tests.trainium import module_bytes
+from tests.trainium.serving import SMALL, TRN2
+from tests.trainium.tiny_plans import config_of
 from trnc.compiler.backends.stablehlo.build import (
     HLO_FILE,
     Plan,
@@ -30,30 +31,22 @@ from trnc.compiler.backends.stablehlo.module import Module, hlo_proto
 from trnc.compiler.backends.stablehlo.parallel import local_model, row_indexes, split_of
 from trnc.compiler.backends.stablehlo.site import Site
 from trnc.compiler.backends.stablehlo.table import TABLE
-from trnc.compiler.backends.stablehlo.targets import NeuronTarget, neuron_target
-from trnc.compiler.program import ProgramConfig
+from trnc.compiler.backends.stablehlo.targets import NeuronTarget
 from trnc.compiler.store import Store
 from trnc.core import VariantKey
 from trnc.errors import CompileError, ConfigError
-from trnc.models.config import ModelConfig, from_hf
-from trnc.models.weights import exact_formats
-from trnc.presets import Preset, TrainiumOptions
+from trnc.models.config import ModelConfig
+from trnc.presets import TrainiumOptions
 
-TRN2 = neuron_target("trn2")
+ROOT = Path(__file__).parents[2]
 PRESET = replace(SMALL, logprobs=True, logit_bias=True)
 DECODE = VariantKey("decode", 4, 4, "sample", True, True, context=80)
 PREFILL = VariantKey("prefill", 16, 4, context=80)
 
 
-def config_of(family: str, preset: Preset = PRESET) -> ProgramConfig:
-    model = tiny_model(family, num_hidden_layers=2)
-    config = from_hf(model.config.to_dict() | {"architectures": [type(model).__name__]})
-    return ProgramConfig(model=config, formats=exact_formats(config), preset=preset)
-
-
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return plan_modules(config_of("llama"), TRN2, report=lambda *_: None)
+    return plan_modules(config_of("llama", PRESET), TRN2, report=lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -93,40 +86,36 @@ def test_state_is_donated_and_aliased(decode):
     assert {(int(r), int(p)) for r, p in pairs} == set(interface.aliases)
 
 
-def test_the_bytes_are_the_same_in_another_process_folder_and_order(
-    plan, decode, prefill, tmp_path
-):
-    script = (
-        "from tests.trainium.test_modules import *\n"
-        "plan = plan_modules(config_of('llama'), TRN2, report=lambda *_: None)\n"
-        "for key in (PREFILL, DECODE):\n"
-        "    module = plan.lower(key)\n"
-        "    print(module.digest, hashlib.sha256(hlo_proto(module.text)).hexdigest())\n"
-    )
-    command = [sys.executable, "-c", script]
-    environment = {**__import__("os").environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+def test_the_bytes_are_the_same_in_another_process_folder_order_and_hash_seed(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "1234"}
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "tests.trainium.module_bytes"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    here = [
-        f"{m.digest} {hashlib.sha256(hlo_proto(m.text)).hexdigest()}" for m in (prefill, decode)
-    ]
-    assert done.stdout.split("\n")[:2] == here
-    assert plan.lower(PREFILL).text == prefill.text
+    here = module_bytes.digests(reversed(module_bytes.KEYS))
+    assert done.stdout.splitlines() == here[::-1]
+
+
+def test_the_text_says_nothing_of_where_it_was_made(decode):
     assert not re.search(r"loc\(|\.py|jax\.result_info = \"[^r]", decode.text)
-    assert str(Path.cwd()) not in decode.text
+    assert str(ROOT) not in decode.text
 
 
 def test_a_clean_bill_and_a_core_that_is_too_small(decode, prefill):
     modules = {DECODE: decode, PREFILL: prefill}
-    checked = check_modules(modules, TRN2, 2)
+    checked = check_modules(modules.items(), TRN2, 2)
     assert checked.found == ()
     need = checked.needs["decode"]
     weights = [p for p in decode.interface.parameters if p.name.startswith("weight.")]
     assert need.weights == sum(p.size for p in weights) > 4 * 2 * 64 * (64 * 2 + 96 * 3)
     small = NeuronTarget("small", need.total // 2 + 1, (1, 2))
-    assert [f.rule for f in check_modules(modules, small, 1).errors] == ["memory"]
-    assert "kv_memory_mib" in check_modules(modules, small, 1).errors[0].message
+    errors = check_modules(modules.items(), small, 1).errors
+    assert [f.rule for f in errors] == ["memory"]
+    assert "kv_memory_mib" in errors[0].message
 
 
 def test_an_op_without_a_row_names_itself_and_its_stage():
@@ -151,10 +140,8 @@ def test_sizes_that_do_not_agree_are_told():
         run(Site(1), [jnp.ones((3, 4)), jnp.ones(2)])
 
 
-def test_the_store_has_the_modules_and_the_manifest_finds_them(tmp_path):
-    preset = replace(SMALL, decode_rows=(1,))
-    config = config_of("llama-tied", preset)
-    plan = plan_modules(config, TRN2, report=lambda *_: None)
+def test_the_store_has_the_modules_and_the_manifest_finds_them(plan, tmp_path):
+    config = config_of("llama", PRESET)
     few = replace(plan, programs=dict(list(plan.programs.items())[:2]))
     store = Store(root=tmp_path, log=print)
     manifest = build_modules(few, store, report=lambda *_: None)
@@ -165,18 +152,29 @@ def test_the_store_has_the_modules_and_the_manifest_finds_them(tmp_path):
     loaded = load_modules(config, TRN2, store)
     assert loaded is not None
     assert {k: m.text for k, m in loaded[1].items()} == {k: few.lower(k).text for k in few.programs}
-    other = replace(config, preset=replace(preset, trainium=TrainiumOptions(lnc=1)))
+    other = replace(config, preset=replace(PRESET, trainium=TrainiumOptions(lnc=1)))
     assert manifest_key(other, TRN2) != manifest_key(config, TRN2)
     (tmp_path / "out").mkdir()
     write_module(next(iter(loaded[1].values())), tmp_path / "out")
     assert (tmp_path / "out" / HLO_FILE).stat().st_size > 1000
 
 
+def test_the_key_of_a_module_knows_the_drafts_of_the_state(plan):
+    """One decode, and as many positions: but of the last tokens there are more."""
+
+    def keyed(context: int, depth: int) -> str:
+        preset = replace(PRESET, max_context=context, mtp_depths=(depth,))
+        return replace(plan, config=replace(plan.config, preset=preset)).key(DECODE).id
+
+    assert keyed(79, 1) != keyed(78, 2)
+    assert keyed(79, 1) == keyed(79, 1)
+
+
 # Dividing a model
 
 
 def glm(**changes: object) -> ModelConfig:
-    return replace(config_of("glm4_moe").model, **changes)  # type: ignore[arg-type]
+    return replace(config_of("glm4_moe", PRESET).model, **changes)  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_divided_is_named():

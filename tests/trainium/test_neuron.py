@@ -5,21 +5,27 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from tests.cli.command import fails, trnc
+from tests.trainium.serving import SMALL
+from tests.trainium.tiny_plans import config_of
 from trnc.compiler.backends.stablehlo import bundle, neuron
+from trnc.compiler.backends.stablehlo.build import ModuleManifest
+from trnc.compiler.backends.stablehlo.module import Interface, Module
 from trnc.compiler.store import Store
 from trnc.core import VariantKey
 from trnc.errors import CompileError, ConfigError
 from trnc.presets import TrainiumOptions
+from trnc.runtime import xla_start
 
-# Writes what it is called with, and does what the module says: `fail`, `kill` (the first time),
-# `empty` (says that all is well and writes nothing), or else a NEFF. It counts who runs beside it.
+# Writes what it is called with, and does what the module says: `fail`, `kill` and `kill part` (the
+# first time, all of it or a process that it started), `empty` (says that all is well and writes
+# nothing), or else a NEFF. It counts who runs beside it.
 SCRIPT = """#!/usr/bin/env python3
 import json, os, sys, time
 from pathlib import Path
@@ -48,9 +54,12 @@ mark.unlink()
 if wanted == "fail":
     print("EOOM001 too large", file=sys.stderr)
     raise SystemExit(70)
-if wanted == "kill" and not (root / "was_killed").exists():
-    (root / "was_killed").touch()
-    os.kill(os.getpid(), 9)
+if wanted.startswith("kill") and not (root / wanted).exists():
+    (root / wanted).touch()
+    if wanted == "kill":
+        os.kill(os.getpid(), 9)
+    print("[F137] neuronx-cc was forcibly killed")
+    raise SystemExit(70)
 if wanted != "empty":
     out.write_text("neff of " + wanted)
 """
@@ -154,13 +163,48 @@ def test_a_failure_is_told_with_its_log_and_never_kept(compiler, store, tmp_path
     assert all(build(store, *jobs).values())
 
 
-def test_a_job_that_was_killed_runs_again_alone(compiler, store, tmp_path):
-    jobs = [job(tmp_path, "killed", "kill"), *(job(tmp_path, str(i)) for i in range(3))]
+@pytest.mark.parametrize("what", ["kill", "kill part"])
+def test_a_job_that_was_killed_runs_again_alone(compiler, store, tmp_path, what):
+    jobs = [job(tmp_path, "killed", what), *(job(tmp_path, str(i)) for i in range(3))]
     assert all(build(store, *jobs).values())
     tried = [Path(arguments[1]).stem for arguments in calls(compiler)]
     assert sorted(tried) == ["0", "1", "2", "killed", "killed"]
     assert tried[-1] == "killed"
     assert int((compiler / "at_once").read_text().split()[-1]) == 1
+
+
+@dataclass(frozen=True)
+class FakeDevices:
+    """One device that notes what the environment is when it is looked for, and at each compile."""
+
+    seen: list[dict[str, str]] = field(default_factory=list)
+    ranks: int = 1
+
+    def note(self, *_: object, **__: object) -> FakeDevices:
+        names = ("NEURON_CC_FLAGS", "NEURON_LOGICAL_NC_CONFIG")
+        self.seen.append({name: os.environ.get(name, "") for name in names})
+        return self
+
+    compile = note
+
+    def put(self, shares: object) -> object:
+        return shares
+
+
+def test_the_plugin_of_jax_compiles_with_the_same_flags(monkeypatch):
+    devices = FakeDevices()
+    monkeypatch.setattr(xla_start, "Devices", devices.note)
+    monkeypatch.setenv("NEURON_CC_FLAGS", "--verbose=35")
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "7")
+    config = config_of("llama", replace(SMALL, trainium=replace(OPTIONS, lnc=1)))
+    module = Module("", Interface((), (), (), ranks=1))
+    manifest = ModuleManifest("small", "trn2", 1, {}, ())
+    found = xla_start.XlaModules(manifest, dict.fromkeys(KEYS, module))
+    xla_start.start_runner(config, found, {}, platform="neuron", report=print)
+    assert [seen["NEURON_LOGICAL_NC_CONFIG"] for seen in devices.seen] == ["1", "1", "1"]
+    flags = "--model-type=transformer --auto-cast=none --lnc=1"
+    wanted = [f"{flags} -O{level} --verbose=35" for level in (2, 2, 1)]
+    assert [seen["NEURON_CC_FLAGS"] for seen in devices.seen] == wanted
 
 
 # Bundles
@@ -188,7 +232,7 @@ def write(folder: Path, modules: dict[VariantKey, Path]) -> bundle.Bundle:
     return bundle.write_bundle(folder, modules, preset="p", target="trn2", options=OPTIONS)
 
 
-def test_a_bundle_is_finished_on_another_machine(compiler, modules, tmp_path):
+def test_a_bundle_is_finished_on_another_machine(compiler, modules, store, tmp_path):
     written = write(tmp_path / "bundle", modules)
     moved = (tmp_path / "bundle").rename(tmp_path / "elsewhere")
     assert bundle.read_bundle(moved) == written
@@ -200,7 +244,7 @@ def test_a_bundle_is_finished_on_another_machine(compiler, modules, tmp_path):
     assert neffs == {key: f"neff of module.hlo of {key.step}" for key in KEYS}
     levels = [next(a for a in arguments if a.startswith("-O")) for arguments in calls(compiler)]
     assert levels == ["-O2", "-O1"]
-    assert trnc("compile", "--finish", moved, "--store", tmp_path / "store").status == 0
+    bundle.finish(moved, store=store, workers=1, report=lambda *_: None)
     assert len(calls(compiler)) == 2
 
 
@@ -213,17 +257,32 @@ def test_the_script_of_a_bundle_runs_the_same_commands(compiler, modules, tmp_pa
     assert "--model-type=transformer" in arguments
 
 
-def test_what_is_no_bundle_and_what_has_no_compiler(modules, tmp_path, monkeypatch):
-    write(tmp_path / "bundle", modules)
+def test_what_is_no_bundle_and_what_has_no_compiler(modules, store, tmp_path, monkeypatch):
+    folder = tmp_path / "bundle"
+    write(folder, modules)
     with pytest.raises(ConfigError, match="is not empty"):
-        write(tmp_path / "bundle", modules)
+        write(folder, modules)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    store = ("--store", tmp_path / "store")
-    assert "needs neuronx-cc" in fails("compile", "--finish", tmp_path / "bundle", *store)
-    assert "is no bundle" in fails("compile", "--finish", tmp_path, *store)
-    file = tmp_path / "bundle" / bundle.BUNDLE_FILE
+    with pytest.raises(CompileError, match="needs neuronx-cc"):
+        bundle.finish(folder, store=store, workers=1, report=lambda *_: None)
+    with pytest.raises(ConfigError, match="is no bundle"):
+        bundle.read_bundle(tmp_path)
+    file = folder / bundle.BUNDLE_FILE
     file.write_bytes(msgspec.json.encode(msgspec.json.decode(file.read_bytes()) | {"format": 9}))
     with pytest.raises(ConfigError, match="has format 9"):
-        bundle.read_bundle(tmp_path / "bundle")
+        bundle.read_bundle(folder)
     said = fails("compile", "--bundle", tmp_path / "other")
     assert "--bundle goes with --backend trainium" in said
+
+
+def test_a_bundle_that_fails_is_gone_on_with(compiler, modules, store, tmp_path):
+    folder = tmp_path / "bundle"
+    (modules[KEYS[1]] / "module.hlo").write_text("fail")
+    entries = write(folder, modules).entries
+    for _ in range(2):  # a failure is tried again, what is compiled is not
+        with pytest.raises(CompileError, match=r"prefill-16x2@64/sample\+logprobs: status 70"):
+            bundle.finish(folder, store=store, workers=2, report=lambda *_: None)
+    assert len(calls(compiler)) == 3
+    (folder / entries[1].folder / bundle.MODEL_FILE).write_text("mended")
+    assert bundle.finish(folder, store=store, workers=2, report=lambda *_: None) == 2
+    assert (folder / entries[1].folder / neuron.NEFF_FILE).read_text() == "neff of mended"

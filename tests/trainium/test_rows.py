@@ -86,6 +86,14 @@ def test_linear_and_embedding_on_every_format(format, width):
     assert (np.asarray(row("embedding", ids, weight, static=(format, width))) == rows.numpy()).all()
 
 
+def test_norms_and_gates():
+    x, weight = random_rows(5, 24), torch.randn(24)
+    with reference_mode():
+        wanted, gated = ops.rms_norm(x, weight, 0.1), ops.silu_mul(x)
+    close(row("rms_norm", array(x), array(weight), static=(0.1,)), wanted)
+    close(row("silu_mul", array(x)), gated)
+
+
 def test_a_matrix_for_each_head():
     packed = torch.stack([packed_weight("bf16", 24, 33, seed) for seed in range(3)])
     x = torch.randn(4, 3, 33)
@@ -100,7 +108,7 @@ def test_a_matrix_for_each_head():
 def test_routing_and_experts(groups, top_groups, normalize):
     torch.manual_seed(groups)
     logits, correction = torch.randn(6, 16), torch.randn(16)
-    logits[0] = 0.25  # ties go to the lower index
+    logits[0, 4:8], correction[4:8] = 3.0, 0.5  # ties go to the lower index
     static = (groups, top_groups, 3, normalize, 2.5)
     with reference_mode():
         ids, weights = ops.route(logits, correction, *static)
@@ -233,6 +241,7 @@ def logits_of(seed: int, rows: int = 4) -> Tensor:
     torch.manual_seed(seed)
     logits = torch.randn(rows, VOCAB) * 3
     logits[:, 50:60] = logits[:, :1]  # ties
+    logits[1, [30, 90]] = 12.0  # at the top, too
     return logits
 
 
@@ -344,3 +353,31 @@ def test_masks_and_penalties():
     assert np.asarray(row("apply_mask", array(logits), array(mask))).tolist() == masked.tolist()
     got = row("penalize", *map(array, (logits, ids, counts, *params)))
     close(got, penalized)
+
+
+# Speculation
+
+
+def test_drafts_are_accepted_up_to_the_first_wrong_one():
+    # Wrong and then right; right, also in a row behind the last; all right; nothing drafted.
+    sampled = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 5, 5, 5, 5, 3, 3])
+    drafted = torch.tensor([0, 9, 2, 3, 0, 5, 6, 7, 0, 5, 5, 5, 0, 3])
+    sequences = torch.tensor([[0, 4, 7], [4, 3, 0], [8, 4, 3], [12, 1, 9]])
+    with reference_mode():
+        wanted = ops.accept_drafts(sampled, drafted, sequences.int())
+    got = row("accept_drafts", *map(array, (sampled, drafted, sequences)), site=Site(4))
+    assert [np.asarray(part).tolist() for part in got] == [part.tolist() for part in wanted]
+    assert wanted[0].tolist() == [0, 2, 3, 0]
+
+
+def test_what_a_slot_keeps():
+    tokens, states = torch.arange(6), torch.randn(6, 4)
+    slots, rows, picked = torch.tensor([4, 1]), torch.tensor([2, 0]), torch.tensor([90, 91])
+    hidden = torch.randn(3, 4)
+    written = UPDATES["store_tokens"](CPU, *map(array, (tokens, slots, picked)))
+    kept = UPDATES["store_states"](CPU, *map(array, (states, slots, hidden, rows)))
+    with reference_mode():
+        ops.store_tokens(tokens, slots, picked)
+        ops.store_states(states, slots, hidden, rows)
+    assert np.asarray(written[0]).tolist() == tokens.tolist()
+    np.testing.assert_array_equal(np.asarray(kept[0]), states.numpy())

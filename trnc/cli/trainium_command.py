@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -124,7 +125,7 @@ def _check(plan: Plan, modules: dict[VariantKey, Path], console: Console) -> Non
     from trnc.compiler.backends.stablehlo.check import check_modules
 
     lnc = plan.config.preset.trainium.lnc
-    read = {key: read_module(folder) for key, folder in modules.items()}
+    read = ((key, read_module(folder)) for key, folder in modules.items())
     checked = check_modules(read, plan.target, lnc)
     print_checked(checked, console)
     if checked.errors:
@@ -166,13 +167,13 @@ def _job(plan: Plan, key: VariantKey, folder: Path) -> neuron.Job:
 def _compile(
     jobs: list[neuron.Job], version: str, store: Store, workers: int, console: Console
 ) -> None:
-    workers = _workers(workers, console)
-
-    def compiled(done: int, total: int, label: str) -> None:
-        say(console)(f"compiled {done}/{total}: {label}")
-
-    neuron.compile_all(jobs, version=version, store=store, workers=workers, report=compiled)
+    workers, report = _workers(workers, console), _reporter(console)
+    neuron.compile_all(jobs, version=version, store=store, workers=workers, report=report)
     say(console)(f"All {len(jobs)} modules are compiled, in {store.root}")
+
+
+def _reporter(console: Console) -> Callable[[int, int, str], None]:
+    return lambda done, total, label: say(console)(f"compiled {done}/{total}: {label}")
 
 
 def _workers(wanted: int, console: Console) -> int:
@@ -198,9 +199,7 @@ def _bundle(
 
 
 def _finish(folder: Path, store: Store, workers: int, console: Console) -> None:
-    def compiled(done: int, total: int, label: str) -> None:
-        say(console)(f"compiled {done}/{total}: {label}")
-
-    bundles.read_bundle(folder)
-    count = bundles.finish(folder, store=store, workers=_workers(workers, console), report=compiled)
+    bundles.read_bundle(folder)  # what is no bundle is told before anything else
+    workers, report = _workers(workers, console), _reporter(console)
+    count = bundles.finish(folder, store=store, workers=workers, report=report)
     say(console)(f"Finished: {count} modules of {folder} have their {neuron.NEFF_FILE}.")

@@ -75,9 +75,12 @@ class BuildPlan:
 
 
 def trace_all(
-    config: ProgramConfig, *, report: Callable[[int, int, str], None]
+    config: ProgramConfig,
+    *,
+    report: Callable[[int, int, str], None],
+    known: Mapping[StageSpec, TracedStage] | None = None,
 ) -> tuple[Mapping[VariantKey, Program], Mapping[StageSpec, TracedStage]]:
-    """Build every program of the preset and trace every distinct stage.
+    """Build every program of the preset and trace every distinct stage that is not `known`.
 
     `report(done, total, label)` is called before each stage.
     """
@@ -86,7 +89,7 @@ def trace_all(
     traced = {}
     for index, spec in enumerate(specs):
         report(index, len(specs), spec.label)
-        traced[spec] = _trace(spec)
+        traced[spec] = (known or {}).get(spec) or _trace(spec)
     return programs, traced
 
 

@@ -54,7 +54,18 @@ def write_model(graphs: Path, name: str, model: LockedModel) -> None:
 def locked_config(graphs: Path, name: str, preset: str) -> ProgramConfig:
     """The configuration of a locked model under a shipped preset."""
     locked = read_model(graphs, name)
-    return _config(locked, load_preset(preset))
+    return config_of(locked, load_preset(preset))
+
+
+def config_of(locked: LockedModel, preset: Preset) -> ProgramConfig:
+    """The configuration of a model under a preset; the MTP layer is part of it only where the
+    preset speculates.
+    """
+    model, formats = locked.model, locked.formats
+    if not preset.mtp_depths:
+        model = replace(model, mtp_layers=0, mtp_vocab=0)
+        formats = replace(formats, layers=formats.layers[: model.num_layers])
+    return ProgramConfig(model=model, formats=formats, preset=preset)
 
 
 def traced_graphs(
@@ -76,15 +87,6 @@ def _preset_graphs(
     variants = tuple(_variant(key, program, texts) for key, program in programs.items())
     stages = {texts[spec].digest: texts[spec] for spec in distinct_specs(iter(programs.values()))}
     return PresetGraphs(model=model, preset=preset, variants=variants, stages=stages)
-
-
-def _config(locked: LockedModel, preset: Preset) -> ProgramConfig:
-    """The MTP layer is part of a configuration only where the preset speculates."""
-    model, formats = locked.model, locked.formats
-    if not preset.mtp_depths:
-        model = replace(model, mtp_layers=0, mtp_vocab=0)
-        formats = replace(formats, layers=formats.layers[: model.num_layers])
-    return ProgramConfig(model=model, formats=formats, preset=preset)
 
 
 def _variant(

@@ -60,7 +60,7 @@ class Program:
         return tuple(step for step in self.steps if isinstance(step, Update))
 
 
-OVER_LOGITS = frozenset({"head", "logit_bias", "greedy", "sample", "logprobs"})
+OVER_LOGITS = frozenset({"head", "mask", "logit_bias", "penalties", "greedy", "sample", "logprobs"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,10 +54,8 @@ class Devices:
         """Return an array of which device i holds `shares[i]`; all have one shape."""
         if len(self._devices) == 1:
             return jnp.asarray(shares[0], device=self._devices[0])
-        pieces = [jax.device_put(s, d) for s, d in zip(shares, self._devices, strict=True)]
-        first, *rest = shares[0].shape
-        shape = (first * len(pieces), *rest)
-        return jax.make_array_from_single_device_arrays(shape, self._shared, pieces)
+        pairs = zip(shares, self._devices, strict=True)
+        return self._join([jax.device_put(share, device) for share, device in pairs])
 
     def copy(self, array: Array) -> jax.Array:
         """Return an array that every device holds whole."""
@@ -85,22 +83,21 @@ class Devices:
         except jax.errors.JaxRuntimeError as error:
             raise CompileError(f"XLA cannot compile the module: {error}") from error
 
+    def run(self, executable: Any, arguments: Sequence[jax.Array]) -> list[jax.Array]:
+        """Run what `compile` returned. Donated arguments are gone afterwards, and the results may
+        still be on their way.
+        """
+        results = executable.execute_sharded(list(arguments))
+        shares: list[list[jax.Array]] = results.disassemble_into_single_device_arrays()
+        return [self._join(pieces) for pieces in shares]
 
-def execute(executable: Any, arguments: Sequence[jax.Array]) -> list[jax.Array]:
-    """Run; donated arguments are gone afterwards. The results may still be on their way."""
-    results = executable.execute_sharded(list(arguments))
-    shares: list[list[jax.Array]] = results.disassemble_into_single_device_arrays()
-    return [_join(pieces) for pieces in shares]
-
-
-def _join(pieces: list[jax.Array]) -> jax.Array:
-    if len(pieces) == 1:
-        return pieces[0]
-    mesh = Mesh(np.array([next(iter(p.devices())) for p in pieces]), ("rank",))
-    first, *rest = pieces[0].shape
-    sharding = NamedSharding(mesh, PartitionSpec("rank"))
-    shape = (first * len(pieces), *rest)
-    return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+    def _join(self, pieces: list[jax.Array]) -> jax.Array:
+        """One array of what each device has."""
+        if len(pieces) == 1:
+            return pieces[0]
+        first, *rest = pieces[0].shape
+        shape = (first * len(pieces), *rest)
+        return jax.make_array_from_single_device_arrays(shape, self._shared, pieces)
 
 
 def first_share(array: jax.Array) -> Array:

@@ -23,7 +23,7 @@ from trnc.core import VariantKey
 from trnc.errors import CompileError
 from trnc.models.config import ModelConfig
 from trnc.runtime.inputs import Inputs
-from trnc.runtime.xla_client import Devices, execute, first_share
+from trnc.runtime.xla_client import Devices, first_share
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -32,7 +32,7 @@ class XlaRunner:
     """Runs the variants of `modules` on `devices`.
 
     `tensors` are the packed `weight.*` of the whole model, `formats` the formats of those that are
-    packed. Every module is compiled here, so none is compiled later.
+    packed. `compile` makes an executable of a variant; every one is made here, none later.
     """
 
     def __init__(
@@ -43,8 +43,7 @@ class XlaRunner:
         formats: Mapping[str, str],
         model: ModelConfig,
         devices: Devices,
-        report: Callable[[int, int, str], None],
-        optimise: bool = True,
+        compile: Callable[[VariantKey, Module], Any],
     ) -> None:
         self._devices = devices
         self._interfaces = {key: module.interface for key, module in modules.items()}
@@ -59,16 +58,13 @@ class XlaRunner:
         ranks = [np.array([rank], np.int32) for rank in range(devices.ranks)]
         self._weights[RANK] = devices.put(ranks)
         self._check_weights()
-        self._executables = {}
-        for done, (key, module) in enumerate(modules.items()):
-            report(done, len(modules), str(key))
-            self._executables[key] = devices.compile(module.text, optimise=optimise)
+        self._executables = {key: compile(key, module) for key, module in modules.items()}
 
     def run(self, key: VariantKey, inputs: Inputs) -> list[Tensor]:
         """Run one step; waits for what the host reads."""
         interface = self._interfaces[key]
         arguments = [self._argument(p, inputs) for p in interface.parameters]
-        results = execute(self._executables[key], arguments)
+        results = self._devices.run(self._executables[key], arguments)
         outputs = []
         for name, result in zip(interface.results, results, strict=True):
             if name.startswith("state."):

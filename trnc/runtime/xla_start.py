@@ -6,11 +6,14 @@ for.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from trnc.compiler.backends.stablehlo import neuron
 from trnc.compiler.backends.stablehlo.build import (
     ModuleManifest,
     build_modules,
@@ -70,20 +73,27 @@ def start_runner(
     report: Report,
 ) -> XlaRunner:
     """Put the weights on the devices and compile every module for them."""
-    ranks = config.preset.trainium.ranks
+    options = config.preset.trainium
+    given = os.environ.get("NEURON_CC_FLAGS", "")
+
+    def compile(key: VariantKey, module: Module) -> Any:
+        if platform == "cpu":
+            return devices.compile(module.text, optimise=False)
+        os.environ.update(neuron.environment(options, key.step, given))
+        return devices.compile(module.text, optimise=True)
+
     if platform == "cpu":
-        prepare_host(ranks)
-
-    def compiling(done: int, total: int, variant: str) -> None:
-        if done == 0:
-            report(f"compiling {total} modules with XLA, the first is {variant}")
-
+        prepare_host(options.ranks)
+    else:
+        # The size of a core counts from the moment that the devices are looked for.
+        os.environ.update(neuron.environment(options, "decode", given))
+    devices = Devices(platform, options.ranks)
+    report(f"compiling {len(found.modules)} modules with XLA for platform '{platform}'")
     return XlaRunner(
         modules=found.modules,
         tensors=tensors,
         formats=found.manifest.formats,
         model=config.model,
-        devices=Devices(platform, ranks),
-        report=compiling,
-        optimise=platform != "cpu",
+        devices=devices,
+        compile=compile,
     )

@@ -100,6 +100,12 @@ def _full_like(_: Site, x: jax.Array, value: Number, dtype: Any = None, **__: An
     return jnp.full(x.shape, value, dtype or x.dtype)
 
 
+def _new_full(
+    _: Site, x: jax.Array, sizes: Sequence[int], value: Number, dtype: Any = None, **__: Any
+) -> jax.Array:
+    return jnp.full(tuple(sizes), value, dtype or x.dtype)
+
+
 def _arange(_: Site, start: int, end: int | None = None, step: int = 1, **__: Any) -> jax.Array:
     first, last = (0, start) if end is None else (start, end)
     return jnp.arange(first, last, step, dtype=jnp.int32)
@@ -185,6 +191,7 @@ ATEN: Mapping[str, Row] = {
     "aten._to_copy.default": _to_copy,
     "aten.full.default": _full,
     "aten.full_like.default": _full_like,
+    "aten.new_full.default": _new_full,
     "aten.arange.default": _arange,
     "aten.arange.start_step": _arange,
     "aten.sum.dim_IntList": _sum,

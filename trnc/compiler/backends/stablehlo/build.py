@@ -18,11 +18,11 @@ import jax
 import msgspec
 import torch
 
-from trnc.compiler.backends.stablehlo.graph import StageGraph
 from trnc.compiler.backends.stablehlo.memory import count_pages
 from trnc.compiler.backends.stablehlo.module import Interface, Module, hlo_proto, lower_step
 from trnc.compiler.backends.stablehlo.parallel import local_model
 from trnc.compiler.backends.stablehlo.step import (
+    Functions,
     Lowering,
     build_step,
     packed_formats,
@@ -30,7 +30,7 @@ from trnc.compiler.backends.stablehlo.step import (
     sizes_of,
 )
 from trnc.compiler.backends.stablehlo.targets import NeuronTarget
-from trnc.compiler.compile import trace_all
+from trnc.compiler.compile import TracedStage, trace_all
 from trnc.compiler.manifest import source_fingerprint
 from trnc.compiler.matrix import context_buckets
 from trnc.compiler.program import Call, Program, ProgramConfig
@@ -60,7 +60,7 @@ class Plan:
     whole: ModelConfig
     target: NeuronTarget
     programs: Mapping[VariantKey, Program]
-    graphs: Mapping[StageSpec, StageGraph]
+    functions: Functions
     digests: Mapping[StageSpec, str]
     formats: Mapping[str, str]
     pages: int
@@ -75,7 +75,7 @@ class Plan:
         return Lowering(
             config=self.config,
             program=self.programs[key],
-            graphs=self.graphs,
+            functions=self.functions,
             sizes=sizes_of(key, self.config.preset, pages=self.pages),
             whole=self.whole,
         )
@@ -117,29 +117,38 @@ class ModuleManifest:
     modules: tuple[tuple[VariantKey, str], ...]
 
 
-def plan_modules(config: ProgramConfig, target: NeuronTarget, *, report: Report) -> Plan:
-    """Trace every stage of one core's share of the model; `report` is as of `trace_all`.
+def plan_modules(
+    config: ProgramConfig,
+    target: NeuronTarget,
+    *,
+    report: Report,
+    known: dict[StageSpec, TracedStage] | None = None,
+) -> Plan:
+    """Trace every stage of one core's share of the model; `report` and `known` are as of
+    `trace_all`, and what is traced is added to `known`.
 
     Raises:
         ConfigError: the model cannot be divided by the preset's `ranks`, or a KV page fits nowhere.
     """
     options = config.preset.trainium
     if options.lnc not in target.lnc:
-        known = " or ".join(map(str, target.lnc))
-        raise ConfigError(f"'trainium.lnc' is {options.lnc}; target {target.name} has {known}")
+        sizes = " or ".join(map(str, target.lnc))
+        raise ConfigError(f"'trainium.lnc' is {options.lnc}; target {target.name} has {sizes}")
     local = replace(
         config,
         model=local_model(config.model, options.ranks),
         contexts=context_buckets(config.preset),
     )
-    programs, traced = trace_all(local, report=report)
+    programs, traced = trace_all(local, report=report, known=known)
+    if known is not None:
+        known.update(traced)
     graphs = read_stages(traced)
     return Plan(
         config=local,
         whole=config.model,
         target=target,
         programs=programs,
-        graphs=graphs,
+        functions=Functions(graphs),
         digests={spec: stage.digest for spec, stage in traced.items()},
         formats=packed_formats(tuple(programs.values()), graphs),
         pages=count_pages(local, target),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from trnc.compiler.backends.stablehlo.lint import Finding, Level, lint
@@ -37,12 +37,18 @@ class Checked:
         return [found for found in self.found if found.level == "error"]
 
 
-def check_modules(modules: Mapping[VariantKey, Module], target: NeuronTarget, lnc: int) -> Checked:
-    """Check every module against the rules of `target`, and its memory against that of a core."""
+def check_modules(
+    modules: Iterable[tuple[VariantKey, Module]], target: NeuronTarget, lnc: int
+) -> Checked:
+    """Check every module against the rules of `target`, and its memory against that of a core.
+
+    They are taken one by one, and none is kept.
+    """
     broken: dict[str, list[tuple[VariantKey, Finding]]] = {}
     needs: dict[str, Need] = {}
-    for key, module in modules.items():
-        for finding in lint(module.text, target):
+    known: dict[str, tuple[Finding, ...]] = {}
+    for key, module in modules:
+        for finding in lint(module.text, target, known):
             broken.setdefault(finding.rule, []).append((key, finding))
         need = hbm_need(module, target, lnc)
         if key.step not in needs or need.total > needs[key.step].total:

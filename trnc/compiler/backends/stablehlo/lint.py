@@ -8,7 +8,6 @@ the compiler or the device refuses, a warning what it is told to do slowly or to
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -67,20 +66,23 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Op:
-    """An op of a module, with what the rules ask of it."""
+    """An op of a module, with what the rules ask of it: `operands`, `results` are element types."""
 
     name: str
     op: Any
+    operands: list[str]
+    results: list[str]
+
+    @classmethod
+    def of(cls, op: Any) -> _Op:
+        """Look an op up; every rule asks for its types, so they are made once."""
+        operands = [_element(v.type) for v in op.operands]
+        return cls(str(op.name), op, operands, [_element(v.type) for v in op.results])
 
     @property
-    def operands(self) -> list[str]:
-        """Element types of the operands."""
-        return [_element(v.type) for v in self.op.operands]
-
-    @property
-    def results(self) -> list[str]:
-        """Element types of the results."""
-        return [_element(v.type) for v in self.op.results]
+    def types(self) -> list[str]:
+        """Element types of operands and results."""
+        return self.operands + self.results
 
     @property
     def body(self) -> list[Any]:
@@ -92,28 +94,38 @@ class _Op:
         return str(self.op.attributes[name]) if name in self.op.attributes else ""
 
 
-def lint(text: str, target: NeuronTarget) -> list[Finding]:
-    """Return what is wrong with a module, errors first, one entry for a rule and function."""
-    found: Counter[tuple[Rule, str]] = Counter()
-    messages: dict[tuple[Rule, str], str] = {}
+def lint(
+    text: str, target: NeuronTarget, known: dict[str, tuple[Finding, ...]] | None = None
+) -> list[Finding]:
+    """Return what is wrong with a module, errors first, one entry for a rule and function.
+
+    `known` keeps what was found in each function, by its text: modules of one target that share it
+    share most of their functions, and are looked through once.
+    """
+    known = {} if known is None else known
+    findings: list[Finding] = []
     with mlir.make_ir_context() as context:
-        module = ir.Module.parse(text, context)
-        for function in module.body.operations:
-            label = str(function.attributes["sym_name"]).strip('"')
-            for op in _ops(function.operation):
-                for rule in RULES:
-                    if (message := rule.trips(op, target)) is not None:
-                        found[rule, label] += 1
-                        messages.setdefault((rule, label), message)
-    findings = [
-        Finding(rule.name, rule.code, rule.level, label, count, messages[rule, label])
-        for (rule, label), count in found.items()
-    ]
+        for function in ir.Module.parse(text, context).body.operations:
+            body = function.operation.get_asm(assume_verified=True)
+            if body not in known:
+                known[body] = tuple(_lint_function(function, target))
+            findings += known[body]
     return sorted(findings, key=lambda f: (f.level, f.rule, f.function))
 
 
+def _lint_function(function: Any, target: NeuronTarget) -> Iterator[Finding]:
+    label = str(function.attributes["sym_name"]).strip('"')
+    found: dict[Rule, list[str]] = {}
+    for op in _ops(function.operation):
+        for rule in RULES:
+            if (message := rule.trips(op, target)) is not None:
+                found.setdefault(rule, []).append(message)
+    for rule, messages in found.items():
+        yield Finding(rule.name, rule.code, rule.level, label, len(messages), messages[0])
+
+
 def _ops(parent: Any) -> Iterator[_Op]:
-    yield _Op(str(parent.name), parent)
+    yield _Op.of(parent)
     for region in parent.regions:
         for block in region:
             for child in block.operations:
@@ -125,10 +137,6 @@ def _element(type: Any) -> str:
     text = str(type)
     match = _TENSOR.match(text)
     return match[1] if match else text
-
-
-def _types(op: _Op) -> list[str]:
-    return op.operands + op.results
 
 
 # Shapes and control flow
@@ -242,28 +250,28 @@ def _raises_wide_integers(op: _Op, _: NeuronTarget) -> str | None:
 
 
 def _is_wide_integer(op: _Op, _: NeuronTarget) -> str | None:
-    wide = [t for t in _types(op) if t in ("i64", "ui64")]
+    wide = [t for t in op.types if t in ("i64", "ui64")]
     return (
         f"{op.name} has {wide[0]}, which is cut to 32 bits now and refused soon" if wide else None
     )
 
 
 def _is_complex(op: _Op, _: NeuronTarget) -> str | None:
-    wrong = [t for t in _types(op) if t.startswith("complex")]
+    wrong = [t for t in op.types if t.startswith("complex")]
     return f"{op.name} of {wrong[0]}" if wrong else None
 
 
 def _is_double(op: _Op, _: NeuronTarget) -> str | None:
-    return f"{op.name} of f64" if "f64" in _types(op) else None
+    return f"{op.name} of f64" if "f64" in op.types else None
 
 
 def _is_unusual_float8(op: _Op, _: NeuronTarget) -> str | None:
-    wrong = [t for t in _types(op) if t.startswith("f8") and ("FNUZ" in t or "B11" in t)]
+    wrong = [t for t in op.types if t.startswith("f8") and ("FNUZ" in t or "B11" in t)]
     return f"{op.name} of {wrong[0]}, which no Neuron core has" if wrong else None
 
 
 def _is_float8_of_trn3(op: _Op, target: NeuronTarget) -> str | None:
-    if target.fp8_e4m3fn or "f8E4M3FN" not in _types(op):
+    if target.fp8_e4m3fn or "f8E4M3FN" not in op.types:
         return None
     return f"{op.name} of f8E4M3FN: {target.name} has f8E4M3, whose largest value is 240, not 448"
 
@@ -293,15 +301,18 @@ def _draws(op: _Op, _: NeuronTarget) -> str | None:
 
 
 def _indexes_out_of_range(op: _Op, _: NeuronTarget) -> str | None:
-    """A gather whose indexes are an iota, counted past the end of what it reads."""
+    """A gather or scatter whose indexes are an iota that counts past the end of a dimension."""
     if op.name not in ("stablehlo.gather", "stablehlo.scatter"):
         return None
     owner = op.op.operands[1].owner
     if isinstance(owner, ir.Block) or str(owner.name) != "stablehlo.iota":
         return None
-    indexes, source = op.op.operands[1].type.shape, op.op.operands[0].type.shape
-    if max(indexes) > max(source):
-        return f"{op.name} by an iota of {max(indexes)} in {list(source)}: out of range"
+    counted = ir.IntegerAttr(owner.attributes["iota_dimension"]).value
+    count, source = op.op.operands[1].type.shape[counted], op.op.operands[0].type.shape
+    numbers = op.attribute("dimension_numbers") + op.attribute("scatter_dimension_numbers")
+    (indexed,) = re.findall(r"(?:start_index_map|operand_dims) = \[([\d, ]*)\]", numbers)
+    if any(source[int(dimension)] < count for dimension in indexed.split(", ")):
+        return f"{op.name} by an iota of {count} in {list(source)}: out of range"
     return None
 
 

@@ -4,6 +4,8 @@ A job takes many GiB, so as many run as memory allows. A job that was killed (wh
 machine ends one that takes too much) runs once more, alone. The logs of failures stay in the
 store, in `logs/`. What is compiled is in the store at once, so a build that was stopped goes on
 from there. Imports no jax: a Neuron host finishes a bundle without it.
+
+Neuron's plugin for jax calls the same compiler itself; `environment` gives it the same flags.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ NEFF_FILE = "model.neff"
 LOG_FILE = "compile.log"
 JOB_GIB = 16  # what one job is taken to need, at most
 
-Run = Callable[[Sequence[str]], int]
+_KILLED = b"[F137]"  # 128 and the number of the signal
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +44,38 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A job that failed: its status, and where its log is."""
+    """A job that failed: its status, where its log is, and whether something killed it."""
 
     label: str
     status: int
     log: Path
+    killed: bool
 
 
 def flags(options: TrainiumOptions, step: Step, target: str) -> tuple[str, ...]:
     """Return the compiler's flags for a kind of step, as the preset states them."""
+    return ("--framework=XLA", f"--target={target}", *_model_flags(options, step))
+
+
+def _model_flags(options: TrainiumOptions, step: Step) -> tuple[str, ...]:
     level = options.prefill_opt_level if step == "prefill" else options.decode_opt_level
     return (
-        "--framework=XLA",
-        f"--target={target}",
         f"--model-type={options.model_type}",
         f"--auto-cast={options.auto_cast}",
         f"--lnc={options.lnc}",
         f"-O{level}",
     )
+
+
+def environment(options: TrainiumOptions, step: Step, given: str) -> dict[str, str]:
+    """Return the variables under which jax's plugin compiles a kind of step.
+
+    `given` are the user's own NEURON_CC_FLAGS, which come last: the compiler takes the last one.
+    """
+    return {
+        "NEURON_CC_FLAGS": " ".join((*_model_flags(options, step), *given.split())),
+        "NEURON_LOGICAL_NC_CONFIG": str(options.lnc),
+    }
 
 
 def command(job: Job, hlo: str, neff: str, log: str) -> list[str]:
@@ -142,7 +158,7 @@ def _run_all(
                 ended, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in ended:
                     job, failure = running.pop(future), future.result()
-                    if failure is not None and failure.status < 0:
+                    if failure is not None and failure.killed:
                         killed.append(job)
                     else:
                         yield job, failure
@@ -178,9 +194,11 @@ def _build(job: Job, key: ArtifactKey, logs: Path, out: Path) -> None:
     if done.returncode != 0 or not written:
         logs.mkdir(parents=True, exist_ok=True)
         kept = logs / f"{key.id}.log"
-        parts = [p.read_bytes() for p in (log, out / "neuronx.log") if p.is_file()]
-        kept.write_bytes(b"\n".join([" ".join(line).encode(), *parts]))
-        raise _FailedError(Failure(job.label, done.returncode or 1, kept))
+        said = b"\n".join(p.read_bytes() for p in (log, out / "neuronx.log") if p.is_file())
+        kept.write_bytes(" ".join(line).encode() + b"\n" + said)
+        # The compiler is a driver of processes: where one of them is killed, it only says so.
+        killed = done.returncode < 0 or _KILLED in said
+        raise _FailedError(Failure(job.label, done.returncode or 1, kept, killed))
     for path in out.iterdir():  # the artifact is the NEFF and its log, not the compiler's workspace
         if path.name not in (NEFF_FILE, LOG_FILE):
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -7,7 +7,7 @@ new state are results. State is donated, so each of its results has the memory o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -60,13 +60,17 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes that a step is static in: those of its variant, and those of the device state."""
+    """The sizes that a step is static in: those of its variant, and those of the device state.
+
+    `last_tokens` are the slots, and again for each draft. All of them are part of a module's key.
+    """
 
     tokens: int
     rows: int
     logit_rows: int
     blocks: int
     slots: int
+    last_tokens: int
     positions: int
     pages: int
     entries: int
@@ -80,8 +84,36 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
+class Functions:
+    """The stages and updates as functions, each made once: jax traces one once for its shapes,
+    however many variants call it.
+    """
+
+    graphs: Mapping[StageSpec, StageGraph]
+    _made: dict[tuple[StageSpec | str, Site], Any] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+
+    def of(self, what: StageSpec | str, site: Site) -> Any:
+        """Return a stage, or an update by name, as a function of the rank and its inputs.
+
+        Raises:
+            CompileError: an op of the stage, or the update, is in no table.
+        """
+        made = self._made.get((what, site))
+        if made is None:
+            made = (
+                _private(what, _update(what), site)
+                if isinstance(what, str)
+                else _private(what.kind, stage_function(self.graphs[what], TABLE), site)
+            )
+            self._made[what, site] = made
+        return made
+
+
+@dataclass(frozen=True, slots=True)
 class Lowering:
-    """A program with what it is lowered from: the graph of each of its stages, and the sizes.
+    """A program with what it is lowered from: the functions that it calls, and the sizes.
 
     `whole` is the model of all cores together: weights are divided by its shape, while the graphs
     are those of one core.
@@ -89,7 +121,7 @@ class Lowering:
 
     config: ProgramConfig
     program: Program
-    graphs: Mapping[StageSpec, StageGraph]
+    functions: Functions
     sizes: Sizes
     whole: ModelConfig
 
@@ -116,12 +148,14 @@ def sizes_of(key: VariantKey, preset: Preset, *, pages: int) -> Sizes:
     """Return the sizes of one variant; `key.context` is the most tokens of a sequence in it."""
     if key.context == 0:
         raise CompileError(f"variant {key} has no context bucket; this backend needs one")
+    slots = preset.max_rows + 1
     return Sizes(
         tokens=key.tokens,
         rows=key.rows,
         logit_rows=key.logit_rows,
         blocks=-(-key.context // preset.page_size),
-        slots=preset.max_rows + 1,
+        slots=slots,
+        last_tokens=slots * (1 + max(preset.mtp_depths, default=0)),
         positions=preset.positions,
         pages=pages,
         entries=key.penalties,
@@ -174,59 +208,47 @@ def build_step(lowering: Lowering) -> Step:
 def _runner(lowering: Lowering) -> Callable[[dict[str, Any]], None]:
     matmul = lowering.config.preset.trainium.matmul
     site = Site(lowering.sizes.max_rows, ranks=lowering.ranks, matmul=matmul)
-    stages = {
-        call.stage: _private(call.stage.kind, lowering.graphs[call.stage], site)
-        for call in lowering.program.calls
-    }
-    updates = {update.op: _private_update(update.op, site) for update in lowering.program.updates}
+    steps = [
+        (lowering.functions.of(step.stage, site), step.inputs, step.outputs)
+        if isinstance(step, Call)
+        else (lowering.functions.of(step.op, site), step.inputs, _state(step))
+        for step in lowering.program.steps
+    ]
 
     def run(values: dict[str, Any]) -> None:
         rank = values.get(RANK)
-        for instruction in lowering.program.steps:
-            arguments = [values[name] for name in instruction.inputs]
-            if isinstance(instruction, Call):
-                given = stages[instruction.stage](rank, *arguments)
-                values |= zip(instruction.outputs, given, strict=True)
-            else:
-                given = updates[instruction.op](rank, *arguments)
-                values |= zip(_state(instruction), given, strict=True)
+        for function, inputs, outputs in steps:
+            given = function(rank, *(values[name] for name in inputs))
+            values |= zip(outputs, given, strict=True)
 
     return run
 
 
-def _private(name: str, graph: StageGraph, site: Site) -> Any:
-    """A stage as a function of its own in the module."""
-    function = stage_function(graph, TABLE)
-
-    def stage(rank: jax.Array | None, *inputs: Argument) -> tuple[jax.Array, ...]:
-        return function(replace(site, rank=rank), inputs)
-
-    return _named(stage, name)
-
-
-def _private_update(op: str, site: Site) -> Any:
+def _update(op: str) -> Callable[[Site, Sequence[Argument]], tuple[jax.Array, ...]]:
     if op not in UPDATES:
         raise CompileError(
             f"update '{op}': the Trainium backend has no lowering for it; add a row for it in "
             "trnc/compiler/backends/stablehlo/attention.py"
         )
-    write = UPDATES[op]
 
-    def update(rank: jax.Array | None, *inputs: jax.Array) -> tuple[jax.Array, ...]:
-        result: tuple[jax.Array, ...] = write(replace(site, rank=rank), *inputs)
-        return result
+    def update(site: Site, inputs: Sequence[Argument]) -> tuple[jax.Array, ...]:
+        written: tuple[jax.Array, ...] = UPDATES[op](site, *inputs)
+        return written
 
-    return _named(update, op)
+    return update
 
 
-def _named(function: Callable[..., Any], name: str) -> Any:
-    def flat(*arguments: Any) -> Any:
+def _private(name: str, function: Callable[..., Any], site: Site) -> Any:
+    """A stage or an update as a function of its own in the module."""
+
+    def private(rank: jax.Array | None, *inputs: Argument) -> tuple[jax.Array, ...]:
         # jax.numpy is made of functions of its own, which are not to be functions of the module.
         with jax.disable_jit():
-            return function(*arguments)
+            result: tuple[jax.Array, ...] = function(replace(site, rank=rank), inputs)
+        return result
 
-    flat.__name__ = flat.__qualname__ = name
-    return jax.jit(flat)
+    private.__name__ = private.__qualname__ = name
+    return jax.jit(private)
 
 
 def _state(update: Update) -> list[str]:
@@ -254,7 +276,7 @@ def _specs(lowering: Lowering) -> dict[str, Any]:
         specs[RANK] = jax.ShapeDtypeStruct((1,), jnp.int32)
     for call in lowering.program.calls:
         ports = build_stage(call.stage).inputs.values()
-        packed = lowering.graphs[call.stage].packed
+        packed = lowering.functions.graphs[call.stage].packed
         for port, (name, spec) in enumerate(zip(call.inputs, ports, strict=True)):
             if name.startswith("value.") or name in specs:
                 continue
@@ -277,9 +299,8 @@ def _state_specs(lowering: Lowering) -> dict[str, TensorSpec]:
     """Return every tensor of the device state, as `trnc.runtime.state` allocates them."""
     model, preset = lowering.config.model, lowering.config.preset
     layout = cache_layout(model, preset.kv_dtype, preset.page_size)
-    last_tokens = lowering.sizes.slots * (1 + max(preset.mtp_depths, default=0))
     return {
-        "state.last_tokens": TensorSpec((last_tokens,), "int64"),
+        "state.last_tokens": TensorSpec(("last_tokens",), "int64"),
         "state.lengths": TensorSpec(("slots",), "int64"),
         "state.mtp_states": TensorSpec(("slots", model.hidden_size)),
     } | {
