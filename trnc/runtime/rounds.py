@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from trnc.core import SamplingParams, SequencePlan, Step, StepPlan
-from trnc.engine.executor import Executor
+from trnc.runtime.executor import ProgramExecutor
 
 TRIES = 3  # rounds of each kind, of which the fastest counts: the first warms up
 _GREEDY = SamplingParams(temperature=0.0)
 
 
 def measure_rounds(
-    executor: Executor, decode_rows: Sequence[int]
+    executor: ProgramExecutor, decode_rows: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
     """Yield sequences, depth and microseconds of rounds of each depth, for `decode_rows` sequences.
 
@@ -28,7 +28,7 @@ def measure_rounds(
         yield from ((rows, depth, micros) for depth, micros in least.items())
 
 
-def _round(executor: Executor, rows: int, depth: int) -> int:
+def _round(executor: ProgramExecutor, rows: int, depth: int) -> int:
     """The decode before a draft is not part of the round: it says where the draft stands."""
     steps: tuple[Step, ...] = ("decode", "draft", "verify") if depth else ("decode",)
     took = [executor.submit(_plan(step, rows, depth)).result().micros for step in steps]
