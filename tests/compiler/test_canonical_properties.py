@@ -145,10 +145,10 @@ def changed(value: Any) -> Any:
 def edge(program: Rebuilt, dice: random.Random) -> bool:
     """Let an op read another tensor that exists by then."""
     nodes = [n for n in program.graph.nodes if n.op != "output"]
-    node = dice.choice([n for n in ops_of(program.graph) if n.all_input_nodes])
+    node = dice.choice([n for n in computing(program) if n.all_input_nodes])
     old = dice.choice(node.all_input_nodes)
     earlier = [n for n in nodes[: nodes.index(node)] if n is not old and is_tensor(n)]
-    # Two nodes can be one value: a dropped conversion is its operand.
+    # Two nodes can be one value: a dropped conversion is its operand, and an op may come twice.
     others = [n for n in earlier if not same_value(n, old)]
     if not is_tensor(old) or not others:
         return False
@@ -156,12 +156,23 @@ def edge(program: Rebuilt, dice: random.Random) -> bool:
     return True
 
 
+def computing(program: Rebuilt) -> list[Node]:
+    """The ops but those that ask for a size: it is a symbol, whichever tensor is asked, and how."""
+    return [n for n in ops_of(program.graph) if n.target is not torch.ops.aten.sym_size.int]
+
+
 def is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def same_value(a: Node, b: Node) -> bool:
-    return strip(a) is strip(b)
+def same_value(a: object, b: object) -> bool:
+    """Whether two arguments are one value: a node, or the same op of the same arguments."""
+    if not (isinstance(a, Node) and isinstance(b, Node)):
+        return a == b
+    a, b = strip(a), strip(b)
+    if a is b or a.op != "call_function" or (a.target, a.kwargs) != (b.target, b.kwargs):
+        return a is b
+    return len(a.args) == len(b.args) and all(map(same_value, a.args, b.args))
 
 
 def strip(node: Node) -> Node:
@@ -173,7 +184,7 @@ def strip(node: Node) -> Node:
 
 def op(program: Rebuilt, dice: random.Random) -> bool:
     """Call another op in place of one."""
-    node = dice.choice([n for n in ops_of(program.graph) if n.target is not operator.getitem])
+    node = dice.choice([n for n in computing(program) if n.target is not operator.getitem])
     others = {
         torch.ops.aten.add.Tensor: torch.ops.aten.sub.Tensor,
         torch.ops.aten.mul.Tensor: torch.ops.aten.div.Tensor,

@@ -295,3 +295,9 @@ def test_ops_trace_with_fake_tensors() -> None:
     op = torch.ops.trnc
     torch.library.opcheck(op.paged_attention.default, (step.q, *new, *pages, *layout, 0.25))
     torch.library.opcheck(op.kv_write.default, (*pages, *new, *layout))
+
+
+def test_no_heads_are_quantised_to_nothing():
+    with reference_mode():
+        for shape in ((0, 2, 8), (3, 0, 8), (2, 1, 8)):
+            assert quantize_kv(torch.zeros(shape)).shape == (*shape[:2], 12)

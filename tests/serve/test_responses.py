@@ -445,7 +445,11 @@ def stored(response_id: str, text: str = "") -> Stored:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["put", "get", "remove"]), st.integers(0, 6), st.integers(0, 9))
+        st.tuples(
+            st.sampled_from(["put", "put", "put", "get", "remove"]),
+            st.integers(0, 6),
+            st.integers(0, 4),
+        )
     )
 )
 def test_the_store_keeps_the_newest_that_are_young_enough(steps):
@@ -460,6 +464,7 @@ def test_the_store_keeps_the_newest_that_are_young_enough(steps):
         if what == "put":
             store.put(stored(name))
             model = [*((n, t) for n, t in alive if n != name), (name, now)][-3:]
+            assert len(store) == len(model)
         elif what == "get":
             assert (store.get(name) is not None) == (name in dict(alive))
         else:

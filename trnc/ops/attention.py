@@ -85,7 +85,8 @@ def _quantize_kv(x: Tensor) -> Tensor:
     largest = x.abs().amax(dim=-1, keepdim=True)
     usable = (largest > 1e-30) & (largest < 1e38)
     q = torch.where(usable, (x * (127.0 / largest)).round(), 0.0).to(torch.int8)
-    return torch.cat([q, (largest / 127.0).float().view(torch.int8)], dim=-1)
+    scales = (largest / 127.0).float().reshape(-1).view(torch.int8)
+    return torch.cat([q, scales.reshape(*x.shape[:-1], 4)], dim=-1)
 
 
 def dequantize_kv(rows: Tensor, dtype: torch.dtype) -> Tensor:
