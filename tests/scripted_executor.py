@@ -326,7 +326,7 @@ class ScriptedExecutor:
         token = scripted_token(history, index, self.script, self.info)
         if token is None:
             token = next_token(history, sequence.sampling, index, self.info)
-        mask = sequence.masks[offset] if sequence.masks else b""
+        mask = sequence.masks[offset] if offset < len(sequence.masks) else b""
         counts = sequence.counts[offset] if sequence.counts else b""
         return nearest_allowed(penalized(token, counts, self.info), mask, self.info)
 

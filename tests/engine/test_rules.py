@@ -116,6 +116,23 @@ def allowed(output: Sequence[int], rules: Rules, stops: Sequence[int]) -> set[in
     return may
 
 
+def led(
+    output: Sequence[int], drafts: Sequence[int], rules: Rules, stops: Sequence[int]
+) -> tuple[int, ...]:
+    """The drafts, those that are not allowed replaced as long as only one token is."""
+    seen = list(output)
+    for draft in drafts:
+        may = allowed(seen, rules, stops)
+        token = draft if draft in may or len(may) != 1 else min(may)
+        if token not in may:
+            break
+        seen.append(token)
+        if token in stops:
+            break
+    known = seen[len(output) :]
+    return (*known, *drafts[len(known) :])
+
+
 def token_rules(rules: Rules, output: Sequence[int] = (), stops: Sequence[int] = STOPS):
     matcher = Counting() if rules.grammar is not None else None
     return TokenRules(rules, vocab_size=VOCAB, stop_token_ids=stops, matcher=matcher, output=output)
@@ -159,6 +176,7 @@ def test_masks_are_their_definition_along_any_text(rules, stops, data):
             here = unpacked(row)
             assert here == allowed(seen, rules, stops)
             seen.append(draft)
+        assert state.lead(drafts) == led(output, drafts, rules, stops)
         assert state.masks(len(output)) == (rows[:1] if rows[0] else ()), "drafts leave no trace"
         assert not state.broken
         if not wanted:

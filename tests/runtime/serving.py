@@ -75,8 +75,9 @@ class Prompted(Limited):
     def _name_drafts(self, sequence: SequencePlan) -> SequencePlan:
         assert sequence.token_ids is not None
         seed, first = sequence.sampling.seed, sequence.output_index
+        known, *_ = sequence.token_ids
         drafts = self._drafts(seed, first, sequence.count - 1)
-        return replace(sequence, token_ids=(*sequence.token_ids, *drafts))
+        return replace(sequence, token_ids=(known, *drafts))
 
     def _drafts(self, seed: int, first: int, count: int) -> tuple[int, ...]:
         """Return guesses at the outputs from number `first` on, as many as the answer has."""

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from tests.engine.driver import Driver
 from tests.models.tiny import VOCAB
-from tests.runtime.serving import Outcome, Prompted, outcome
+from tests.runtime.serving import Limited, Outcome, Prompted, outcome
 from tests.runtime.test_one_answer import TEXT
 from trnc.core import SamplingParams, StepPlan, StepResult
 from trnc.engine.grammar import GrammarMatcher
 from trnc.engine.grammar_worker import compile_grammar
-from trnc.engine.loops import plain_loop
+from trnc.engine.loops import overlapped_loop, plain_loop
 from trnc.engine.messages import Grammar, Rules, Submit, Thinking
 from trnc.engine.rules import Matcher
 from trnc.errors import RequestError
@@ -205,3 +205,35 @@ def test_every_field_of_a_request_is_in_some_pair():
     used = {name for feature in FEATURES.values() for name in (*feature.sampling, *feature.rules)}
     known = {f.name for f in fields(SamplingParams)} | set(Rules.__struct_fields__)
     assert known - used == {"temperature", "seed", "grammar", "grammar_param"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("loop", [plain_loop, overlapped_loop])
+def test_drafts_keep_to_the_grammar(featured, loop, temperature):
+    """The first of each round, which is masked on the device, and where only one token may come."""
+    schema = {"enum": ["a word or two", "a word, or one"]}
+    requests = [request_of(("grammar",), i, schema, temperature) for i in range(3)]
+    executor = Limited(executor=featured, info=replace(featured.info, mtp_always=True))
+    driver = Driver(executor=executor, arrivals={0: requests}, grammars=Compiled())  # type: ignore[arg-type]
+    driver.serve(loop)
+    verifies = [plan for plan in executor.plans if plan.step == "verify"]
+    drafted = [s for plan in verifies for s in plan.sequences if s.count > 1]
+    for sequence in drafted:
+        _, *drafts = sequence.token_ids
+        for i, (draft, mask) in enumerate(zip(drafts, sequence.masks, strict=False)):
+            if i == 0 or allowed(mask) == 1:
+                assert allows(mask, draft)
+            if draft == EOS or not allows(mask, draft):
+                break  # what follows is never read
+    for request in requests:
+        assert json.loads(text_of(driver, request)) in schema["enum"]
+    sure = sum(allowed(sequence.masks[0]) == 1 for sequence in drafted if sequence.masks)
+    assert driver.scheduler.counters.accepted[0] >= sure > 0
+
+
+def allowed(mask: bytes) -> int:
+    return int.from_bytes(mask, "little").bit_count() if mask else VOCAB
+
+
+def allows(mask: bytes, token: int) -> bool:
+    return not mask or bool(int.from_bytes(mask, "little") >> token & 1)

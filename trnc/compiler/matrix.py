@@ -49,17 +49,17 @@ def _shapings(preset: Preset) -> Iterator[tuple[bool, bool, int]]:
     add variants instead of multiplying them.
     """
     yield from _draft_shapings(preset)
-    if preset.masks:
-        yield preset.logit_bias, True, 0
     for size in preset.penalty_sizes:
         yield preset.logit_bias, preset.masks, size
 
 
 def _draft_shapings(preset: Preset) -> Iterator[tuple[bool, bool, int]]:
-    """Masks and penalties follow the text: a draft is ahead of what the host knows of it."""
+    """A mask is of the first draft: the others, and penalties, follow what is not known yet."""
     yield False, False, 0
     if preset.logit_bias:
         yield True, False, 0
+    if preset.masks:
+        yield preset.logit_bias, True, 0
 
 
 def _prompt_variants(preset: Preset) -> Iterator[VariantKey]:

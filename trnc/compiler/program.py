@@ -136,7 +136,8 @@ def build_program(config: ProgramConfig, key: VariantKey) -> Program:
 def draft_program(config: ProgramConfig, key: VariantKey) -> Program:
     """`key.depth` rounds of the MTP layer, each from the state and the token of the one before.
 
-    The layer's keys of a round are written before the next one, which attends to them.
+    The layer's keys of a round are written before the next one, which attends to them. A mask is of
+    the first round: the host does not know what the later ones follow.
     """
     fixed = {"lengths": "state.lengths", "mtp_states": "state.mtp_states"}
     steps: list[Call | Update] = [_call(config.spec("draft_begin", key), fixed, {})]
@@ -156,7 +157,8 @@ def draft_program(config: ProgramConfig, key: VariantKey) -> Program:
             last = f"value.drafts.{depth - 1}"
             names |= {"last_tokens": last, "token_slots": "input.own_rows"}
         steps += mtp_calls(config, key, names)
-        steps += _sampling(config, key, names | {"tokens": draft})
+        masked = replace(key, mask=key.mask and not depth)
+        steps += _sampling(config, masked, names | {"tokens": draft})
     drafts = tuple(f"value.drafts.{depth}" for depth in range(key.depth))
     for depth, draft in enumerate(drafts):
         slots = f"input.draft_slots.{depth}"

@@ -99,7 +99,12 @@ class Request:
     @property
     def needs_last_token(self) -> bool:
         """Whether a step's inputs depend on the tokens before it: masks and penalties may."""
-        return self.counts is not None or (self.rules is not None and self.rules.need_last_token)
+        return self.counts is not None or self.follows_rules
+
+    @property
+    def follows_rules(self) -> bool:
+        """Whether which tokens are allowed depends on the tokens before them."""
+        return self.rules is not None and self.rules.need_last_token
 
     @property
     def can_draft(self) -> bool:
@@ -107,6 +112,10 @@ class Request:
         least = self.next_output - self.speculated
         ready = self.primed and not self.drafts and self.remaining == 1
         return ready and least + 1 < self.max_tokens
+
+    def take_drafts(self, tokens: tuple[int, ...]) -> None:
+        """Take the drafts of a request that needs its last token, as its rules lead them."""
+        self.draft_ids = tokens if self.rules is None else self.rules.lead(tokens)
 
     def take(self, tokens: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Append picked tokens up to where the text ends, if it does; return them, and why."""

@@ -124,20 +124,41 @@ class TokenRules:
             rows += self._masks_along(drafts)
         return tuple(rows) if any(rows) else ()
 
+    def lead(self, drafts: Sequence[int]) -> tuple[int, ...]:
+        """Return the drafts, those that are not allowed replaced where only one token is.
+
+        They are left as they are from the first one on for which there is a choice.
+        """
+        led = [token for token, _ in self._walk(drafts, lead=True)]
+        return (*led, *drafts[len(led) :])
+
     def _masks_along(self, drafts: Sequence[int]) -> list[bytes]:
+        rows = [self._packed(words) for _, words in self._walk(drafts)]
+        return rows + [b""] * (len(drafts) - len(rows))
+
+    def _walk(self, drafts: Sequence[int], *, lead: bool = False) -> list[tuple[int, Words]]:
+        """Return each draft and the mask after it, while drafts are allowed and the text goes on.
+
+        With `lead`, a draft that is not allowed is replaced by the only token that is.
+        """
         state, accepted = self._state, 0
-        rows: list[bytes] = []
+        walked: list[tuple[int, Words]] = []
         words = np.frombuffer(self._mask_here(), np.int32)
         for draft in drafts:
-            if draft in self._stops or not _has(words, draft):
+            allowed = draft if _has(words, draft) else None
+            token = _only(words) if lead and allowed is None else allowed
+            if token is None:
                 break
-            state, took = self._step(state, draft)
+            if token in self._stops:
+                walked.append((token, words))  # nobody reads what would follow
+                break
+            state, took = self._step(state, token)
             accepted += took is True
             words = self._words(state)
-            rows.append(self._packed(words))
+            walked.append((token, words))
         if self._matcher is not None and accepted:
             self._matcher.rollback(accepted)
-        return rows + [b""] * (len(drafts) - len(rows))
+        return walked
 
     def _mask_here(self) -> bytes:
         """The mask of the next token, computed once for each."""
@@ -229,6 +250,15 @@ def _mask_of(tokens: Iterable[int], vocab_size: int) -> Words:
 def _clear(words: Words, tokens: Iterable[int]) -> None:
     for token in tokens:
         words[token // 32] &= np.int32(~np.uint32(1 << token % 32).view(np.int32))
+
+
+def _only(words: Words) -> int | None:
+    """Return the token that is the only one allowed, if there is one."""
+    (used,) = np.nonzero(words)
+    if len(used) != 1:
+        return None
+    word = int(words[used[0]]) & 0xFFFFFFFF
+    return int(used[0]) * 32 + word.bit_length() - 1 if word & (word - 1) == 0 else None
 
 
 def _has(words: Words, token: int) -> bool:

@@ -184,7 +184,7 @@ class Scheduler:
         if plan.step == "draft":
             for row, tokens in zip(rows, result.tokens, strict=True):
                 if row.request.needs_last_token and not row.lost:
-                    row.request.draft_ids = tokens
+                    row.request.take_drafts(tokens)
             return []
         deltas: list[Delta] = []
         scores = result.prompt_logprobs or ((),) * len(rows)
@@ -252,9 +252,13 @@ class Scheduler:
         """Rows of a draft, with pages for all that its verify computes if it accepts everything."""
         rows: list[Row] = []
         position = 0
+        # A draft is better where its rules are known. Others do not wait for that.
+        wait = all(request.follows_rules for request in self.running)
         while position < len(self.running):
             request = self.running[position]
             position += 1
+            if wait and request.pending:
+                continue
             end = min(request.scheduled + depth + 1, request.most_positions)
             if request.can_draft and self._make_room(request, end):
                 rows.append(self._draft_row(request, depth, end))
@@ -273,7 +277,7 @@ class Scheduler:
             slot=self._slot(request),
             start=start,
             count=count,
-            token_ids=None if request.pending else tuple(known),
+            token_ids=None if request.pending else (*known, *(request.draft_ids or ())[:drafts]),
             pages=self._table(request, end),
             sample=sample,
             output_index=request.next_output,
@@ -292,7 +296,9 @@ class Scheduler:
         return Row(request, request.preemptions, plan, drafts)
 
     def _draft_row(self, request: Request, depth: int, end: int) -> Row:
+        """Schedule a draft. Its first token is masked if the host knows what that one follows."""
         request.drafts = depth
+        rules = None if request.pending else request.rules
         plan = SequencePlan(
             slot=self._slot(request),
             start=request.scheduled,
@@ -302,6 +308,7 @@ class Scheduler:
             sample=True,
             output_index=request.next_output,
             sampling=request.sampling,
+            masks=rules.masks(request.next_output) if rules is not None else (),
         )
         return Row(request, request.preemptions, plan)
 
