@@ -11,6 +11,7 @@ import pytest
 from tests.models.mtp_folder import rewrite, write_checkpoint
 from tests.models.tiny import PRESET, tiny_model, write_mixed_gguf
 from tests.runtime.serving import compile_missing
+from trnc.presets import FEATURES, with_features
 from trnc.runtime.executor import ProgramExecutor
 from trnc.runtime.start import StartOptions, start_executor
 
@@ -87,17 +88,8 @@ def deepseek_v3_mtp(
 def featured(glm4_moe_options: StartOptions, native_library: Path) -> Iterator[ProgramExecutor]:
     """Every feature at once, and speculation, which a test may leave out by its limits."""
     options = speculating(glm4_moe_options)
-    preset = replace(
-        options.preset,
-        name="tiny-featured",
-        structured_outputs=True,
-        token_masks=True,
-        min_tokens=True,
-        thinking_budget=True,
-        penalties=True,
-        penalty_buckets=(4, 24),
-        prompt_logprobs=True,
-    )
+    full = with_features(options.preset, dict.fromkeys(FEATURES, True))
+    preset = replace(full, name="tiny-featured", penalty_buckets=(4, 24))
     yield from _started(replace(options, preset=preset))
 
 
