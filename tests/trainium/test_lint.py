@@ -7,18 +7,21 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.interpreters import mlir
 
 from trnc.compiler.backends.stablehlo.lint import RULES, Finding, lint
-from trnc.compiler.backends.stablehlo.module import canonical_text
+from trnc.compiler.backends.stablehlo.mlir import canonical_text, ir, split_functions
 from trnc.compiler.backends.stablehlo.targets import neuron_target
 
 TRN2 = neuron_target("trn2")
 
 
-def function(body: str, arguments: str = "", results: str = "", after: str = "") -> str:
+def function(body: str, arguments: str = "", results: str = "") -> str:
     """A module of one function, written out."""
     arrow = f" -> ({results})" if results else ""
-    return f"module {{ func.func public @main({arguments}){arrow} {{ {body} }} {after} }}"
+    text = f"module {{ func.func public @main({arguments}){arrow} {{ {body} }} }}"
+    with mlir.make_ir_context() as context:
+        return canonical_text(ir.Module.parse(text, context))
 
 
 def unary(op: str, type: str, result: str = "", attributes: str = "") -> str:
@@ -218,6 +221,7 @@ CASES: dict[str, tuple[Callable[[], str], Callable[[], str]]] = {
     ),
 }
 KEY = jnp.zeros(4, jnp.uint32)
+PRIVATE = "  func.func private @"
 THREEFRY = jax.lax.RandomAlgorithm.RNG_THREE_FRY
 
 
@@ -238,9 +242,14 @@ def test_a_rule_trips_where_it_should_and_only_there(name):
 
 def test_a_function_that_is_known_is_found_again_in_the_next_module():
     known: dict[str, tuple[Finding, ...]] = {}
-    found = [lint(CASES["f64"][0](), TRN2, known) for _ in range(2)]
-    assert len(known) == 1
-    assert [f.rule for f in found[1]] == [f.rule for f in found[0]] == ["f64"]
+    summed = jax.jit(lambda x: jax.lax.cumsum(x, axis=1))
+    for number in (1, 2):
+        text = lowered(lambda x, n=number: summed(x) + n, FLOATS)
+        (found,) = lint(text, TRN2, known)
+        assert (found.rule, found.function) == ("cumulative", "cumsum")
+        # The step itself, which no other module shares, is not kept.
+        private = split_functions(text)[1:]
+        assert known == {f: (found,) * f.startswith(f"{PRIVATE}cumsum(") for f in private}
 
 
 def test_errors_come_first_and_rules_know_their_target():

@@ -18,13 +18,13 @@ import jax
 import msgspec
 import torch
 
+from trnc.compiler.backends.stablehlo.functions import Functions
+from trnc.compiler.backends.stablehlo.link import lower_step
 from trnc.compiler.backends.stablehlo.memory import count_pages
-from trnc.compiler.backends.stablehlo.module import Interface, Module, hlo_proto, lower_step
+from trnc.compiler.backends.stablehlo.module import Interface, Module, hlo_proto
 from trnc.compiler.backends.stablehlo.parallel import local_model
 from trnc.compiler.backends.stablehlo.step import (
-    Functions,
     Lowering,
-    build_step,
     packed_formats,
     read_stages,
     sizes_of,
@@ -82,7 +82,7 @@ class Plan:
 
     def lower(self, key: VariantKey) -> Module:
         """Lower one variant. Raises CompileError naming the op, or the stage, that cannot be."""
-        return lower_step(build_step(self.lowering(key)), ranks=self.ranks)
+        return lower_step(self.lowering(key))
 
     def key(self, key: VariantKey) -> ArtifactKey:
         """The key of a variant's module: all that its bytes depend on."""

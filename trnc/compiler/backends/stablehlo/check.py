@@ -47,10 +47,11 @@ def check_modules(
     broken: dict[str, list[tuple[VariantKey, Finding]]] = {}
     needs: dict[str, Need] = {}
     known: dict[str, tuple[Finding, ...]] = {}
+    largest: dict[str, int] = {}
     for key, module in modules:
         for finding in lint(module.text, target, known):
             broken.setdefault(finding.rule, []).append((key, finding))
-        need = hbm_need(module, target, lnc)
+        need = hbm_need(module, target, lnc, largest)
         if key.step not in needs or need.total > needs[key.step].total:
             needs[key.step] = need
         if need.total > need.limit:

@@ -12,9 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax.interpreters import mlir
-
-from trnc.compiler.backends.stablehlo.mlir import ir
+from trnc.compiler.backends.stablehlo.mlir import ir, parse_functions, split_functions
 from trnc.compiler.backends.stablehlo.targets import NeuronTarget
 
 Level = Literal["error", "warning"]
@@ -97,19 +95,19 @@ class _Op:
 def lint(
     text: str, target: NeuronTarget, known: dict[str, tuple[Finding, ...]] | None = None
 ) -> list[Finding]:
-    """Return what is wrong with a module, errors first, one entry for a rule and function.
+    """Return what is wrong with a canonical module, errors first, one entry for a rule and
+    function.
 
-    `known` keeps what was found in each function, by its text: modules of one target that share it
-    share most of their functions, and are looked through once.
+    `known` keeps what was found in each private function, by its text: modules of one target that
+    share it share most of their functions, and those are looked through once.
     """
     known = {} if known is None else known
-    findings: list[Finding] = []
-    with mlir.make_ir_context() as context:
-        for function in ir.Module.parse(text, context).body.operations:
-            body = function.operation.get_asm(assume_verified=True)
-            if body not in known:
-                known[body] = tuple(_lint_function(function, target))
-            findings += known[body]
+    found = dict(known)
+    for function, op in parse_functions(text, known):
+        found[function] = tuple(_lint_function(op, target))
+        if " private " in function[:32]:
+            known[function] = found[function]
+    findings = [finding for function in split_functions(text) for finding in found[function]]
     return sorted(findings, key=lambda f: (f.level, f.rule, f.function))
 
 
@@ -332,11 +330,12 @@ def _aliases_another_type(op: _Op, _: NeuronTarget) -> str | None:
     if op.name != "func.func" or "arg_attrs" not in op.op.attributes:
         return None
     type = ir.TypeAttr(op.op.attributes["function_type"]).value
+    inputs, results = list(type.inputs), list(type.results)
     for number, attributes in enumerate(ir.ArrayAttr(op.op.attributes["arg_attrs"])):
         if "tf.aliasing_output" not in attributes:
             continue
         result = ir.IntegerAttr(attributes["tf.aliasing_output"]).value
-        given, taken = type.inputs[number], type.results[result]
+        given, taken = inputs[number], results[result]
         if given != taken:
             return f"parameter {number} is {given}, and result {result}, its alias, {taken}"
     return None

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from jax.interpreters import mlir
-
-from trnc.compiler.backends.stablehlo.mlir import ir
+from trnc.compiler.backends.stablehlo.mlir import ir, parse_functions, split_functions
 from trnc.compiler.backends.stablehlo.module import Module
 from trnc.compiler.backends.stablehlo.targets import NeuronTarget
 from trnc.compiler.program import ProgramConfig
@@ -62,8 +60,13 @@ def count_pages(config: ProgramConfig, target: NeuronTarget) -> int:
     return pages + 1
 
 
-def hbm_need(module: Module, target: NeuronTarget, lnc: int = 0) -> Need:
-    """Return what a module needs of one core; `lnc` 0: the largest that the target has."""
+def hbm_need(
+    module: Module, target: NeuronTarget, lnc: int = 0, known: dict[str, int] | None = None
+) -> Need:
+    """Return what a module needs of one core; `lnc` 0: the largest that the target has.
+
+    `known` keeps the largest value of each private function, by its text.
+    """
     sizes = {"weight": 0, "state": 0, "input": 0, "rank": 0}
     for parameter in module.interface.parameters:
         sizes[parameter.name.split(".", 1)[0]] += parameter.size
@@ -71,22 +74,30 @@ def hbm_need(module: Module, target: NeuronTarget, lnc: int = 0) -> Need:
         weights=sizes["weight"],
         state=sizes["state"],
         inputs=sizes["input"] + sizes["rank"],
-        buffers=_largest_value(module.text),
+        buffers=_largest_value(module.text, {} if known is None else known),
         limit=target.memory(lnc or max(target.lnc)),
     )
 
 
-def _largest_value(text: str) -> int:
-    """Return the most bytes that one op of a function reads and writes beside parameters."""
+def _largest_value(text: str, known: dict[str, int]) -> int:
+    """Return the most bytes that one op of a function reads and writes beside parameters.
+
+    The step itself only calls functions.
+    """
+    main, *private = split_functions(text)
+    if any(function not in known for function in private):
+        functions = parse_functions(text, known)
+        known.update((function, _largest_of(op)) for function, op in functions if function != main)
+    return max(known[function] for function in private)
+
+
+def _largest_of(function: Any) -> int:
     largest = 0
-    with mlir.make_ir_context() as context:
-        module = ir.Module.parse(text, context)
-        for function in module.body.operations:
-            for op in function.regions[0].blocks[0].operations:
-                if op.operation.name in ("func.call", "func.return"):
-                    continue
-                values = [v for v in op.operands if not isinstance(v.owner, ir.Block)]
-                largest = max(largest, sum(_bytes(v.type) for v in (*values, *op.results)))
+    for op in function.regions[0].blocks[0].operations:
+        if op.operation.name in ("func.call", "func.return"):
+            continue
+        values = [v for v in op.operands if not isinstance(v.owner, ir.Block)]
+        largest = max(largest, sum(_bytes(v.type) for v in (*values, *op.results)))
     return largest
 
 

@@ -9,13 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from trnc.compiler.backends.stablehlo.mlir import passmanager
-from trnc.compiler.backends.stablehlo.step import Parameter, Step
+from trnc.compiler.backends.stablehlo.step import Parameter
 
 _HLO_ID_FIELD = 5  # HloModuleProto.id
 
@@ -41,24 +36,6 @@ class Module:
     def digest(self) -> str:
         """The sha-256 of the text."""
         return hashlib.sha256(self.text.encode()).hexdigest()
-
-
-def lower_step(step: Step, *, ranks: int) -> Module:
-    """Lower a step with abstract arguments: nothing is computed or allocated."""
-    arguments = [jax.ShapeDtypeStruct(p.shape, jnp.dtype(p.dtype)) for p in step.parameters]
-    jitted = jax.jit(step.function, donate_argnums=step.donated, keep_unused=True)
-    lowered = jitted.trace(*arguments).lower(lowering_platforms=("cpu",))
-    text = canonical_text(lowered.compiler_ir("stablehlo"))
-    return Module(text, Interface(step.parameters, step.results, step.aliases, ranks))
-
-
-def canonical_text(module: Any) -> str:
-    """Return the text of a module without debug information. The module is changed."""
-    with module.context:
-        strip = passmanager.PassManager.parse("builtin.module(strip-debuginfo)")
-        strip.run(module.operation)
-        text = str(module.operation.get_asm(enable_debug_info=False))
-    return text.rstrip("\n") + "\n"
 
 
 def hlo_proto(text: str) -> bytes:

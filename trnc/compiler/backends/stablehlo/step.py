@@ -1,32 +1,24 @@
-"""A whole step as one module: each distinct stage a private function, called once per layer.
+"""What a whole step takes: the sizes of its variant, and the shape of each of its parameters.
 
-The module is a pure function: weights, state and inputs are parameters, what the host reads and the
-new state are results. State is donated, so each of its results has the memory of its parameter.
+A step is one module, a pure function: weights, state and inputs are parameters, what the host reads
+and the new state are results. State is donated, so each of its results has its parameter's memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from trnc.compiler.backends.stablehlo.attention import UPDATES
-from trnc.compiler.backends.stablehlo.graph import (
-    DTYPES,
-    Argument,
-    StageGraph,
-    read_graph,
-    stage_function,
-)
+from trnc.compiler.backends.stablehlo.functions import Functions
+from trnc.compiler.backends.stablehlo.graph import DTYPES, StageGraph, read_graph
 from trnc.compiler.backends.stablehlo.parallel import WHOLE, split_of
-from trnc.compiler.backends.stablehlo.site import Site
-from trnc.compiler.backends.stablehlo.table import TABLE
 from trnc.compiler.backends.stablehlo.weights import DeviceWeight, abstract_weight
 from trnc.compiler.compile import TracedStage
-from trnc.compiler.program import OVER_LOGITS, Call, Program, ProgramConfig, Update
+from trnc.compiler.program import OVER_LOGITS, Program, ProgramConfig
 from trnc.core import VariantKey
 from trnc.errors import CompileError
 from trnc.models.cache import cache_layout
@@ -84,34 +76,6 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Functions:
-    """The stages and updates as functions, each made once: jax traces one once for its shapes,
-    however many variants call it.
-    """
-
-    graphs: Mapping[StageSpec, StageGraph]
-    _made: dict[tuple[StageSpec | str, Site], Any] = field(
-        init=False, repr=False, compare=False, default_factory=dict
-    )
-
-    def of(self, what: StageSpec | str, site: Site) -> Any:
-        """Return a stage, or an update by name, as a function of the rank and its inputs.
-
-        Raises:
-            CompileError: an op of the stage, or the update, is in no table.
-        """
-        made = self._made.get((what, site))
-        if made is None:
-            made = (
-                _private(what, _update(what), site)
-                if isinstance(what, str)
-                else _private(what.kind, stage_function(self.graphs[what], TABLE), site)
-            )
-            self._made[what, site] = made
-        return made
-
-
-@dataclass(frozen=True, slots=True)
 class Lowering:
     """A program with what it is lowered from: the functions that it calls, and the sizes.
 
@@ -129,19 +93,6 @@ class Lowering:
     def ranks(self) -> int:
         """How many cores share the model."""
         return self.config.preset.trainium.ranks
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A step ready to lower: `function` takes arrays like `parameters`, donates those in
-    `donated`, and gives `results`; `aliases` maps results to the parameters whose memory they get.
-    """
-
-    function: Callable[..., tuple[jax.Array, ...]]
-    parameters: tuple[Parameter, ...]
-    results: tuple[str, ...]
-    donated: tuple[int, ...]
-    aliases: tuple[tuple[int, int], ...]
 
 
 def sizes_of(key: VariantKey, preset: Preset, *, pages: int) -> Sizes:
@@ -182,94 +133,17 @@ def packed_formats(
     return formats
 
 
-def build_step(lowering: Lowering) -> Step:
-    """Return the step function of one variant.
-
-    Raises:
-        CompileError: an op of a stage, or an update, that the tables do not have.
-    """
-    specs = _specs(lowering)
-    names = sorted(specs, key=_order)
-    results = (*lowering.program.outputs, *_written(lowering.program))
-    parameters = tuple(Parameter(n, str(s.dtype), s.shape) for n, s in _flat(specs, names))
-    places = {parameter.name: place for place, parameter in enumerate(parameters)}
-    aliases = tuple((i, places[n]) for i, n in enumerate(results) if n.startswith("state."))
-    run = _runner(lowering)
-
-    def step(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        values = _unflatten(specs, names, arrays)
-        run(values)
-        return tuple(values[name] for name in results)
-
-    donated = tuple(parameter for _, parameter in aliases)
-    return Step(step, parameters, results, donated, aliases)
-
-
-def _runner(lowering: Lowering) -> Callable[[dict[str, Any]], None]:
-    matmul = lowering.config.preset.trainium.matmul
-    site = Site(lowering.sizes.max_rows, ranks=lowering.ranks, matmul=matmul)
-    steps = [
-        (lowering.functions.of(step.stage, site), step.inputs, step.outputs)
-        if isinstance(step, Call)
-        else (lowering.functions.of(step.op, site), step.inputs, _state(step))
-        for step in lowering.program.steps
-    ]
-
-    def run(values: dict[str, Any]) -> None:
-        rank = values.get(RANK)
-        for function, inputs, outputs in steps:
-            given = function(rank, *(values[name] for name in inputs))
-            values |= zip(outputs, given, strict=True)
-
-    return run
-
-
-def _update(op: str) -> Callable[[Site, Sequence[Argument]], tuple[jax.Array, ...]]:
-    if op not in UPDATES:
-        raise CompileError(
-            f"update '{op}': the Trainium backend has no lowering for it; add a row for it in "
-            "trnc/compiler/backends/stablehlo/attention.py"
-        )
-
-    def update(site: Site, inputs: Sequence[Argument]) -> tuple[jax.Array, ...]:
-        written: tuple[jax.Array, ...] = UPDATES[op](site, *inputs)
-        return written
-
-    return update
-
-
-def _private(name: str, function: Callable[..., Any], site: Site) -> Any:
-    """A stage or an update as a function of its own in the module."""
-
-    def private(rank: jax.Array | None, *inputs: Argument) -> tuple[jax.Array, ...]:
-        # jax.numpy is made of functions of its own, which are not to be functions of the module.
-        with jax.disable_jit():
-            result: tuple[jax.Array, ...] = function(replace(site, rank=rank), inputs)
-        return result
-
-    private.__name__ = private.__qualname__ = name
-    return jax.jit(private)
-
-
-def _state(update: Update) -> list[str]:
-    return [name for name in update.inputs if name.startswith("state.")]
-
-
-def _written(program: Program) -> list[str]:
-    return list(dict.fromkeys(name for update in program.updates for name in _state(update)))
-
-
 # Parameters
 
 
-def _order(name: str) -> tuple[int, int, str]:
+def parameter_order(name: str) -> tuple[int, int, str]:
     """Weights, state, inputs; layers by number."""
     kinds = ("weight", "state", "input", RANK)
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     return kinds.index(name.split(".", maxsplit=1)[0]), numbers[0] if numbers else -1, name
 
 
-def _specs(lowering: Lowering) -> dict[str, Any]:
+def parameter_specs(lowering: Lowering) -> dict[str, Any]:
     """Return the shape of every parameter by name; that of a packed weight is a `DeviceWeight`."""
     specs: dict[str, Any] = {}
     if lowering.ranks > 1:
@@ -339,7 +213,8 @@ def device_dtype(torch_name: str) -> Any:
     return DTYPES[short[letters] + torch_name.removeprefix(letters)]
 
 
-def _flat(specs: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, Any]]:
+def named_arrays(specs: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, Any]]:
+    """Return every array of these values with its name, that of a part of a packed weight too."""
     flat = []
     for name in names:
         spec = specs[name]
@@ -348,9 +223,10 @@ def _flat(specs: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, Any
     return flat
 
 
-def _unflatten(
-    specs: Mapping[str, Any], names: Sequence[str], arrays: Sequence[jax.Array]
+def unflatten(
+    specs: Mapping[str, Any], names: Sequence[str], arrays: Sequence[Any]
 ) -> dict[str, Any]:
+    """Return the values by name, given what stands for each of `named_arrays`."""
     left = iter(arrays)
     values: dict[str, Any] = {}
     for name in names:
