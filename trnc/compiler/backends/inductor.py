@@ -22,6 +22,8 @@ from trnc.compiler.trace import without_warnings
 from trnc.errors import CompileError
 from trnc.ops.native import Target, kernel_factors, missing_features
 
+WRAPPER_LEVEL = "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"
+
 # Vector width in bits and architecture level of the code that Inductor generates for a target.
 _CODEGEN = {
     "amx": (512, "x86-64-v4"),
@@ -40,6 +42,8 @@ def options(target: Target) -> dict[str, Any]:
         "cpp.threads": 1,
         "cpp.simdlen": simd_bits,
         "cpp.march": march,
+        # How the calls between kernels are compiled, with Inductor's own variable.
+        "aot_inductor.compile_wrapper_opt_level": os.environ.get(WRAPPER_LEVEL, "O1"),
     }
 
 
@@ -79,7 +83,7 @@ def compile_stage(program: ExportedProgram, target: Target, out: Path) -> None:
     Raises:
         CompileError: Inductor or the C++ compiler failed; the message holds the reason.
     """
-    from torch._inductor import aot_compile
+    from torch._inductor import aot_compile, config
 
     example = tuple(program.example_inputs[0]) if program.example_inputs else ()
     scratch = out / "scratch"
@@ -88,6 +92,8 @@ def compile_stage(program: ExportedProgram, target: Target, out: Path) -> None:
         "aot_inductor.output_path": str(scratch / STAGE_FILE),
         "aot_inductor.custom_ops_to_c_shims": {op: [c] for op, c in DIRECT_CALLS.items()},
     }
+    if hasattr(config.aot_inductor, "enable_line_tables"):  # not in every torch that we support
+        settings["aot_inductor.enable_line_tables"] = False
     module = program.module()
     fuse(module)
     try:
