@@ -29,7 +29,7 @@ compile: setup
 	$(BIN)/trnc compile --model $(MODEL) --preset $(PRESET)
 
 test: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

@@ -8,7 +8,11 @@ import pytest
 
 from tests.cli.command import fails, trnc
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("own_store"),
+]
 
 
 def test_it_answers_and_says_how_fast():

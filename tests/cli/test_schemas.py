@@ -21,7 +21,7 @@ PLAIN = ["What is the capital of France?", "Count to five.", "Say something kind
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(own_store: None) -> Iterator[Server]:
     server = start("--preset", "batch8", "--structured-outputs")
     yield server
     server.process.kill()

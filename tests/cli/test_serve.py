@@ -17,7 +17,11 @@ import pytest
 
 from tests.cli.command import TRNC, environment
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("own_store"),
+]
 
 MODEL = "smollm2-135m"
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
@@ -62,7 +66,7 @@ def finish(server: Server) -> str:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(own_store: None) -> Iterator[Server]:
     server = start("--preset", "batch8")
     yield server
     server.process.kill()

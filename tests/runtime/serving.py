@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from tests.engine.driver import Driver, Loop
-from trnc.compiler.compile import build, plan_build
+from trnc.compiler.compile import build, plan_build, write_artifact
 from trnc.compiler.manifest import Manifest
 from trnc.compiler.program import ProgramConfig
 from trnc.compiler.store import Store
@@ -24,10 +25,15 @@ Outcome = tuple[list[int], list[TokenLogprobs], str | None]
 
 
 def compile_missing(config: ProgramConfig, target: Target, store: Store) -> Manifest:
-    """A compiler for `start_executor` that says nothing."""
+    """A compiler for `start_executor` that says nothing.
+
+    It compiles in this process: each of `trnc compile`'s workers imports and probes for seconds.
+    """
     plan = plan_build(config, target=target, store=store, report=lambda *_: None)
-    workers = len(os.sched_getaffinity(0))
-    return build(plan, store=store, workers=workers, report=lambda *_: None)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(store.root / "inductor")
+    for job in plan.missing:
+        store.get_or_build(job.key, partial(write_artifact, job, target))
+    return build(replace(plan, missing=()), store=store, workers=1, report=lambda *_: None)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -16,7 +16,7 @@ import pytest
 
 from tests.models.tiny import PRESET
 from tests.runtime.serving import alone, compile_missing
-from trnc.compiler.compile import plan_build
+from trnc.compiler.compile import BuildPlan, plan_build
 from trnc.compiler.manifest import STAGE_FILE, manifest_key
 from trnc.compiler.store import Store
 from trnc.core import SamplingParams
@@ -45,23 +45,19 @@ page_size = {PRESET.page_size}
 class Copy:
     """A copy of the session's store, in which every artifact of one model is whole.
 
-    Files are hard links: a process must not load a second copy of the kernels.
+    Files are hard links: a process must not load a second copy of the kernels. `plan` is of the
+    session's store.
     """
 
-    def __init__(self, options: StartOptions, folder: Path) -> None:
+    def __init__(self, options: StartOptions, plan: BuildPlan, folder: Path) -> None:
         self.root = folder / "store"
         for part in ("objects", "inductor"):  # the latter saves Inductor a look at the compiler
             shutil.copytree(options.store / part, self.root / part, copy_function=os.link)
         self.log: list[str] = []
         self.options = replace(options, store=self.root)
         self.store = Store(root=self.root, log=self.log.append)
-        model = open_model(options.model, report=print)
-        self.config = program_config(model, options.preset, options.backend)
-        plan = plan_build(
-            self.config, target=detect_target(), store=self.store, report=lambda *_: None
-        )
+        self.config = plan.config
         self.ids = {job.label: job.key.id for job in plan.jobs}
-        assert plan.missing == ()
 
     @property
     def manifest(self) -> Path:
@@ -85,9 +81,21 @@ class Copy:
         return start_executor(self.options, compiler, self.log.append)[0]  # type: ignore[arg-type]
 
 
+@pytest.fixture(scope="module")
+def plan(quantized_options: StartOptions, quantized: ProgramExecutor) -> BuildPlan:
+    options = quantized_options
+    config = program_config(
+        open_model(options.model, report=print), options.preset, options.backend
+    )
+    store = Store(root=options.store, log=print)
+    plan = plan_build(config, target=detect_target(), store=store, report=lambda *_: None)
+    assert plan.missing == ()
+    return plan
+
+
 @pytest.fixture
-def copy(quantized_options: StartOptions, quantized: ProgramExecutor, tmp_path: Path) -> Copy:
-    return Copy(quantized_options, tmp_path)
+def copy(quantized_options: StartOptions, plan: BuildPlan, tmp_path: Path) -> Copy:
+    return Copy(quantized_options, plan, tmp_path)
 
 
 def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
@@ -168,20 +176,25 @@ def trnc_compile(copy: Copy, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def logging_compiler(folder: Path, log: Path) -> Path:
-    """A C++ compiler that notes how it is called."""
-    real = shutil.which(os.environ.get("CXX") or "g++")
-    compiler = folder / "c++"
-    compiler.write_text(f'#!/bin/sh\necho "$*" >> {log}\nexec {real} "$@"\n')
+def logging_compiler(folder: Path, log: Path) -> dict[str, str]:
+    """The environment of a C++ compiler that notes how it is called.
+
+    It keeps its name: under another, Inductor would look at it and precompile its headers again.
+    """
+    real = os.environ.get("CXX") or "g++"
+    compiler = folder / "bin" / Path(real).name
+    compiler.parent.mkdir()
+    compiler.write_text(f'#!/bin/sh\necho "$*" >> {log}\nexec {shutil.which(real)} "$@"\n')
     compiler.chmod(0o755)
-    return compiler
+    path = f"{compiler.parent}{os.pathsep}{os.environ['PATH']}"
+    return {"PATH": path, "CXX": compiler.name}
 
 
 def test_two_processes_build_an_artifact_once(copy: Copy, tmp_path: Path) -> None:
     copy.forget("greedy")
     log = tmp_path / "log"
-    compiler = str(logging_compiler(tmp_path, log))
-    both = [trnc_compile(copy, CXX=compiler) for _ in range(2)]
+    logging = logging_compiler(tmp_path, log)
+    both = [trnc_compile(copy, **logging) for _ in range(2)]
     said = [process.communicate(timeout=280)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     assert copy.store.verify() == []

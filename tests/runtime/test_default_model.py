@@ -58,7 +58,7 @@ def answers() -> tuple[list[str], list[Outcome], list[Outcome]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # it compiles the preset where the store lacks it
-def test_one_answer() -> None:
+def test_one_answer(own_store: None) -> None:
     # In a process of its own: this one may have loaded the kernels of the session's store.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         ways, got, expected = pool.submit(answers).result()

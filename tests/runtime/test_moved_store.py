@@ -17,6 +17,7 @@ import pytest
 from tests.models.tiny import PRESET
 from tests.runtime.serving import alone
 from trnc.compiler.archive import pack, unpack
+from trnc.compiler.backends.inductor import WRAPPER_LEVEL
 from trnc.compiler.store import Store
 from trnc.compiler.tier import VARIABLE, open_store
 from trnc.core import SamplingParams
@@ -66,6 +67,7 @@ def answer_there(elsewhere: Path, environment: dict[str, str], **job: Any) -> An
     (elsewhere / "home").mkdir(mode=0o777)
     (elsewhere / "home").chmod(0o777)
     own = {"HOME": str(elsewhere / "home"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    own |= {WRAPPER_LEVEL: os.environ[WRAPPER_LEVEL]}
     done = subprocess.run(
         [sys.executable, "-c", "from tests.runtime.test_moved_store import serve; serve()"],
         cwd=elsewhere,

@@ -231,10 +231,15 @@ def _end_with_parent() -> None:
 def _build_one(job: Job, target: native.Target, root: Path) -> None:
     store = Store(root=root, log=lambda line: print(line, file=sys.stderr))
     with _building:
-        store.get_or_build(job.key, lambda out: _write_artifact(job, target, out))
+        store.get_or_build(job.key, lambda out: write_artifact(job, target, out))
 
 
-def _write_artifact(job: Job, target: native.Target, out: Path) -> None:
+def write_artifact(job: Job, target: native.Target, out: Path) -> None:
+    """Compile one artifact into the folder `out`, in this process.
+
+    Raises:
+        CompileError: a compiler failed, or the stage traces to another graph than the job's.
+    """
     if job.key.kind == "kernels":
         native.build_kernels(target, out)
     elif job.key.kind == "runner":
