@@ -7,9 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from tests.ops.weights import GROUPED, packed_weight, random_rows, random_weight
+from tests.ops.weights import GROUPED, error_bound, packed_weight, random_rows, random_weight
 from trnc.checkpoint.layouts import Int8Groups
 from trnc.ops import native
 from trnc.ops.library import reference_mode
@@ -31,7 +30,7 @@ def _restore_threads(native_library: Path) -> Iterator[None]:
 
 def in_features(format: str) -> st.SearchStrategy[int]:
     if format in GROUPED:
-        return st.integers(1, 6).map(lambda groups: groups * 32)
+        return st.integers(1, 14).map(lambda groups: groups * 32)
     return st.integers(1, 150)
 
 
@@ -39,16 +38,6 @@ def in_features(format: str) -> st.SearchStrategy[int]:
 def problems(draw: st.DrawFn) -> tuple[str, int, int, int]:
     format = draw(st.sampled_from(FORMATS))
     return format, draw(st.integers(1, 100)), draw(in_features(format)), draw(st.integers(0, 99))
-
-
-def error_bound(x: Tensor, dense: Tensor, format: str) -> Tensor:
-    """What the docstring of trnc.ops.linear allows, plus f32 rounding of the sums. [T, N] f64."""
-    rounding = 1e-6 * (x.double().abs() @ dense.double().abs().T)
-    if format not in GROUPED:
-        return rounding
-    steps = x.double().unflatten(1, (-1, 32)).abs().amax(dim=2) / 2032
-    sizes = dense.double().unflatten(1, (-1, 32)).abs().sum(dim=2)
-    return rounding + 0.501 * steps @ sizes.T
 
 
 @settings(max_examples=60, deadline=None)

@@ -33,3 +33,18 @@ def random_rows(t: int, k: int, seed: int = 0) -> Tensor:
     """Rows whose magnitudes differ, as activations' do."""
     rng = torch.Generator().manual_seed(seed + 1)
     return torch.randn(t, k, generator=rng) * torch.rand(t, 1, generator=rng).exp2() * 3
+
+
+def error_bound(x: Tensor, dense: Tensor, format: str) -> Tensor:
+    """What the docstring of trnc.ops.linear allows, plus f32 rounding of the sums. [T, N] f64."""
+    rounding = 1e-6 * (x.double().abs() @ dense.double().abs().T)
+    if format not in GROUPED:
+        return rounding
+    steps = _spans(x.double()).abs().amax(dim=2) / 2032
+    return rounding + 0.501 * steps @ _spans(dense.double()).abs().sum(dim=2).T
+
+
+def _spans(matrix: Tensor) -> Tensor:
+    """[N, K] as [N, spans, 192], zeros at the end."""
+    padding = -matrix.shape[1] % 192
+    return torch.nn.functional.pad(matrix, (0, padding)).unflatten(1, (-1, 192))

@@ -1,9 +1,10 @@
 """The linear layer and the embedding, on packed weights of any format.
 
-For grouped formats the native `linear` quantises each row of activations, in groups of 32, to 12
-bits (scale = largest magnitude / 2032), multiplies integers exactly and adds up groups in order in
-f32. So it differs from the reference, which does not quantise activations, by at most
-sum over groups of (scale / 2) * sum |w|, plus rounding. A row's bits never depend on other rows.
+For grouped formats the native `linear` quantises each row of activations, in spans of six groups of
+32, to 12 bits (scale = largest magnitude / 2032), multiplies integers exactly and adds up groups,
+then spans, in order in f32. So it differs from the reference, which does not quantise activations,
+by at most sum over spans of (scale / 2) * sum |w|, plus rounding. A row's bits never depend on
+other rows.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ constexpr int64_t kTileRows = 96;  // (query, head) rows that share a widened bl
 // score, and `result[i]`: the sums of weight * value and of weight, where a weight is exp(score - top).
 struct Scratch {
   Int8Scratch int8;
-  std::vector<float> q, block, row, scores, top, result, merged_top, merged;
+  Buffer<float> q, block, row, scores, top, result, merged_top, merged;
 
   void fit(const Problem& p, int64_t rows) {
     grow(q, rows * p.keys.head_dim);
@@ -210,7 +210,7 @@ struct Item {
 struct Plan {
   std::vector<Tile> tiles, cut;
   std::vector<Item> items;
-  std::vector<float> parked;  // for each segment of a cut tile: its rows' results, then their tops
+  Buffer<float> parked;  // for each segment of a cut tile: its rows' results, then their tops
 };
 
 void make_tiles(const Problem& p, std::vector<Tile>& tiles) {

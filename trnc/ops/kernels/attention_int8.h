@@ -25,7 +25,7 @@ constexpr float kWeightLargest = 32767.0f;
 
 // Digits of some rows, each byte next to the other's in `stride`.
 struct Digits {
-  std::vector<uint8_t> high, low;
+  Buffer<uint8_t> high, low;
   int64_t stride = 0;
 
   void fit(int64_t rows, int64_t width) {
@@ -42,9 +42,9 @@ struct Digits {
 
 struct Int8Scratch {
   Digits q, weights;
-  std::vector<int32_t> corrections;  // of a row's scores, for the high and the low digits
-  std::vector<float> q_scales, key_scales, value_scales, weight_scales;
-  std::vector<uint8_t> keys, values;  // of a block, and of the blocks of a segment
+  Buffer<int32_t> corrections;  // of a row's scores, for the high and the low digits
+  Buffer<float> q_scales, key_scales, value_scales, weight_scales;
+  Buffer<uint8_t> keys, values;  // of a block, and of the blocks of a segment
 
   void fit(const Problem& p, int64_t rows) {
     q.fit(rows, p.width);

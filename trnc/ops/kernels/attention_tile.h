@@ -2,9 +2,9 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
 #include "attention.h"
+#include "buffer.h"
 #include "simd.h"
 
 namespace trnc {
@@ -40,11 +40,6 @@ struct Problem {
     return (page * keys.kv_heads + t.kv_head) * keys.row_size * keys.page_size;
   }
 };
-
-template <class T>
-void grow(std::vector<T>& buffer, int64_t n) {
-  if (static_cast<int64_t>(buffer.size()) < n) buffer.resize(n);
-}
 
 // The first of a block's keys 0..end - 1 that is the step's own; those before it are in the page.
 inline int64_t first_own_key(const Problem& p, const Tile& tile, int64_t block, int64_t end) {

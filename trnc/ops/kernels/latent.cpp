@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "buffer.h"
 #include "multiply.h"
 #include "parallel.h"
 #include "simd.h"
@@ -45,7 +46,7 @@ int64_t position(const Problem& p, const Tile& tile, int64_t row) {
 }
 
 struct Scratch {
-  std::vector<float> q, keys, latents, scores, top, result, merged_top, merged;
+  Buffer<float> q, keys, latents, scores, top, result, merged_top, merged;
 
   void fit(const Problem& p, int64_t rows) {
     q.resize(rows * p.width());

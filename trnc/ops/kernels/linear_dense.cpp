@@ -1,7 +1,6 @@
 // f32 and bf16 weights: lanes are output features, and each adds up its products over k in sequence with
 // one fma each. bf16 is widened exactly.
-#include <vector>
-
+#include "buffer.h"
 #include "parallel.h"
 #include "tiles.h"
 
@@ -70,7 +69,7 @@ void multiply_rows(const Linear& op, int64_t tile, int64_t begin, int64_t end, i
 // The same product of rows that have been through the prologue.
 Linear with_prepared_rows(const Linear& op) {
   if (!op.norm && !op.gated) return op;
-  static thread_local std::vector<float> prepared;
+  static thread_local Buffer<float> prepared;
   prepared.resize(op.rows * op.in_features);
   float* const to = prepared.data();
   parallel_for(op.rows, std::max<int64_t>(1, kSpanProducts / 8 / op.in_features), [=, &op](int64_t begin, int64_t end) {

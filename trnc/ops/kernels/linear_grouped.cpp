@@ -1,12 +1,12 @@
 // Grouped integer weights times quantised activations (quantize.h).
 //
-// One output adds up, group after group, acc = fma(float(dot), scale_w * scale_a, acc), where dot is the
-// exact integer sum of the group, and for formats with offsets acc = fma(offset_w, scale_a * sum(a), acc).
-// Formats that store q + bias start the integer sum at -bias * sum(a) instead. Nothing of this depends on
-// how rows are blocked, nor on whether vectors or the matrix unit made the integer sum.
+// One output adds up a span of groups, one after the other, sum = fma(float(dot), scale_w, sum), where dot is the exact
+// integer sum of the group, and for formats with offsets sum = fma(offset_w, float(sum(a)), sum). Formats that store q +
+// bias start the integer sum at -bias * sum(a) instead. Then the spans, acc = fma(sum, scale_a, acc). Nothing of this
+// depends on how rows are blocked, nor on whether vectors or the matrix unit made the integer sum.
 #include <memory>
-#include <vector>
 
+#include "buffer.h"
 #include "matrix_unit.h"
 #include "parallel.h"
 #include "quantize.h"
@@ -18,11 +18,9 @@ namespace {
 constexpr int kRows = kWide ? 8 : 4;         // rows of a vector kernel that share one unpacking of the weights
 constexpr int64_t kVectorRows = 12;          // so few rows do not repay what the matrix unit needs unpacked
 constexpr int64_t kChunkBytes = 256 * 1024;  // quantised rows that stay in L2 while tiles stream
-constexpr int64_t kPanelGroups = 9;          // groups whose unpacked weights stay in L1 while rows stream ...
-constexpr int64_t kPairGroups = 6;           // ... of one tile, and of two
 constexpr int64_t kPairBlocks = 3;           // blocks from which on two tiles repay sharing what is loaded of rows
-constexpr int64_t kSpanElements = 2048;      // elements that are worth claiming a span for, to quantise
-constexpr int64_t kSpanProducts = 1 << 17;   // multiplications that are worth claiming a span for
+constexpr int64_t kGrainElements = 2048;     // elements that are worth waking a thread for, to quantise
+constexpr int64_t kGrainProducts = 1 << 17;  // multiplications that are worth waking a thread for
 constexpr int64_t kPrefetchBytes = 4096;     // weights asked for ahead of their use; hardware looks less far
 
 struct Int8 {
@@ -43,40 +41,55 @@ constexpr int64_t record_bytes() { return F::kBlocks * 64 + (F::kOffset ? 64 : 3
 
 // The activations of one product. All blocks but the last hold kBlockRows; it has room for `last`.
 struct Rows {
-  uint8_t* at;
-  int64_t count, groups, last;
+  Buffer<uint8_t> digits;
+  Buffer<float> scales;  // [spans, room] of each block
+  int64_t count = 0, groups = 0, last = 0;
 
+  void fit(int64_t rows, int64_t groups_of_row, int64_t room_of_last) {
+    count = rows, groups = groups_of_row, last = room_of_last;
+    digits.resize(places() * groups * kRowBytes);
+    scales.resize(places() * spans());
+  }
+  int64_t spans() const { return (groups + kSpanGroups - 1) / kSpanGroups; }
   int64_t places() const { return (blocks() - 1) * kBlockRows + last; }
   int64_t blocks() const { return (count + kBlockRows - 1) / kBlockRows; }
   int64_t room(int64_t block) const { return block + 1 < blocks() ? kBlockRows : last; }
-  Record<uint8_t> record(int64_t block) const {
-    return {at + block * kBlockRows * groups * kRowBytes, room(block)};
+  Record<uint8_t> record(int64_t block) { return {digits.data() + block * kBlockRows * groups * kRowBytes, room(block)}; }
+  Record<const uint8_t> read(int64_t block) const {
+    return {digits.data() + block * kBlockRows * groups * kRowBytes, room(block)};
   }
-  Record<const uint8_t> read(int64_t block) const { return {record(block).at, room(block)}; }
+  // The scales of a span of a block's rows.
+  float* scale(int64_t block, int64_t span) {
+    return scales.data() + block * kBlockRows * spans() + span * room(block);
+  }
+  const float* scale(int64_t block, int64_t span) const { return const_cast<Rows*>(this)->scale(block, span); }
 };
 
 // Quantises row `row`, or fills its place with zeros where it is past the last one.
 template <class F>
-void quantize_row(const Linear& op, const Rows& rows, int64_t row) {
-  static thread_local std::vector<float> scratch;
+void quantize_row(const Linear& op, Rows& rows, int64_t row) {
+  static thread_local Buffer<float> scratch;
   scratch.resize(op.in_features);
   const float* x = row < rows.count ? prepare_row(op, row, scratch.data()) : nullptr;
-  Record<uint8_t> record = rows.record(row / kBlockRows);
-  for (int64_t group = 0; group < rows.groups; ++group, record = record.next()) {
-    if (x) quantize_group<F::kBias>(x + group * kGroup, record, row % kBlockRows);
-    else clear_row(record, row % kBlockRows);
+  const int64_t block = row / kBlockRows, place = row % kBlockRows;
+  Record<uint8_t> record = rows.record(block);
+  for (int64_t first = 0; first < rows.groups; first += kSpanGroups, record = record.skip(kSpanGroups)) {
+    const int64_t groups = std::min(kSpanGroups, rows.groups - first);
+    if (!x) clear_row(record, groups, place);
+    rows.scale(block, first / kSpanGroups)[place] =
+        x ? quantize_span<F::kBias>(x + first * kGroup, groups, record, place) : 0.0f;
   }
 }
 
-// acc += the products of one group of a tile, from their integer sum; `correction` is not in `dot` yet.
+// sum += the products of one group of a tile, from their integer sum; `correction` is not in `dot` yet.
 template <class F>
-inline F32x16 add_group(F32x16 acc, I32x16 dot, F32x16 scale, const uint16_t* constants, Record<const uint8_t> record,
+inline F32x16 add_group(F32x16 sum, I32x16 dot, F32x16 scale, const uint16_t* constants, Record<const uint8_t> record,
                         int64_t row) {
-  acc = fma(to_float(dot), scale * broadcast(read_as<float>(record.scale(row))), acc);
+  sum = fma(to_float(dot), scale, sum);
   if constexpr (F::kOffset) {
-    acc = fma(load_f16(constants + kLanes), broadcast(read_as<float>(record.correction(row))), acc);
+    sum = fma(load_f16(constants + kLanes), broadcast(read_as<float>(record.correction(row))), sum);
   }
-  return acc;
+  return sum;
 }
 
 // The vector kernel.
@@ -107,11 +120,10 @@ inline void multiply_group(const uint8_t* w, Record<const uint8_t> record, int64
   }
 }
 
-// One tile times the R rows from `row` on of a block: acc[r] = sum over groups.
+// A span of a tile times the R rows from `row` on of a block: sum[r] = sum over its groups.
 template <class F, int R>
-void multiply_tile(const uint8_t* w, Record<const uint8_t> record, int64_t row, int64_t groups, F32x16* out) {
-  F32x16 acc[R];
-  for (int r = 0; r < R; ++r) acc[r] = broadcast(0.0f);
+inline void multiply_span(const uint8_t* w, Record<const uint8_t> record, int64_t row, int64_t groups, F32x16 (&sum)[R]) {
+  for (int r = 0; r < R; ++r) sum[r] = broadcast(0.0f);
   for (int64_t group = 0; group < groups; ++group, w += record_bytes<F>(), record = record.next()) {
     prefetch(w + kPrefetchBytes, record_bytes<F>());
     I32x16 high[R], low[R];
@@ -124,10 +136,22 @@ void multiply_tile(const uint8_t* w, Record<const uint8_t> record, int64_t row, 
     const F32x16 scale = load_f16(constants);
 #pragma GCC unroll kUnroll
     for (int r = 0; r < R; ++r) {
-      acc[r] = add_group<F>(acc[r], shift_left<4>(high[r]) + low[r], scale, constants, record, row + r);
+      sum[r] = add_group<F>(sum[r], shift_left<4>(high[r]) + low[r], scale, constants, record, row + r);
     }
   }
-  for (int r = 0; r < R; ++r) out[r] = acc[r];
+}
+
+// One tile times the R rows from `row` on of a block: acc[r] = sum over spans.
+template <class F, int R>
+void multiply_tile(const uint8_t* w, const Rows& rows, int64_t block, int64_t row, F32x16 (&acc)[R]) {
+  Record<const uint8_t> record = rows.read(block);
+  for (int r = 0; r < R; ++r) acc[r] = broadcast(0.0f);
+  for (int64_t first = 0; first < rows.groups; first += kSpanGroups, record = record.skip(kSpanGroups)) {
+    F32x16 sum[R];
+    multiply_span<F, R>(w + first * record_bytes<F>(), record, row, std::min(kSpanGroups, rows.groups - first), sum);
+    const float* const scale = rows.scale(block, first / kSpanGroups) + row;
+    for (int r = 0; r < R; ++r) acc[r] = fma(sum[r], broadcast(scale[r]), acc[r]);
+  }
 }
 
 // One tile times blocks begin..end-1.
@@ -139,7 +163,7 @@ void multiply_blocks(const Linear& op, const Rows& rows, int64_t tile, int64_t b
     for (int64_t row = 0; row < count; row += kRows) {
       with_rows<kRows>(count - row, [&](auto n) {
         F32x16 acc[n];
-        multiply_tile<F, n>(w, rows.read(block), row, rows.groups, acc);
+        multiply_tile<F, n>(w, rows, block, row, acc);
         for (int r = 0; r < n; ++r) finish(op, first + row + r, tile, acc[r]);
       });
     }
@@ -202,17 +226,13 @@ struct Panel {
 template <class F>
 constexpr int64_t kPanelBytes = F::kNibbles ? 1024 : record_bytes<F>();
 
-// A block's scaled sums with one tile.
-struct BlockSums {
+// A block's sums with one tile over a span.
+struct SpanSums {
   F32x16 row[kBlockRows];  // stays in registers only where every loop over it is unrolled
 
-  void load_from(const float* sums) {
+  SpanSums() {
 #pragma GCC unroll 16
-    for (int r = 0; r < kBlockRows; ++r) row[r] = load(sums + r * kTileWidth);
-  }
-  void store_to(float* sums) const {
-#pragma GCC unroll 16
-    for (int r = 0; r < kBlockRows; ++r) store(sums + r * kTileWidth, row[r]);
+    for (int r = 0; r < kBlockRows; ++r) row[r] = broadcast(0.0f);
   }
   // Adds the products of a group of the tile, which is stored at `w`.
   template <class F>
@@ -226,29 +246,36 @@ struct BlockSums {
       row[r] = add_group<F>(row[r], dot, scale, constants, record, r);
     }
   }
+  void add_to(float* sums, const float* scale) const {
+#pragma GCC unroll 16
+    for (int r = 0; r < kBlockRows; ++r) {
+      float* const at = sums + r * kTileWidth;
+      store(at, fma(row[r], broadcast(scale[r]), load(at)));
+    }
+  }
 };
 
-// A tile times a block over some groups: adds to the block's sums. The unit works one group ahead of the vectors that
-// scale its sums.
+// A tile times a block over a span: adds to the block's sums. The unit works one group ahead of the vectors that scale
+// its sums.
 template <class F>
-void multiply_block(Panel w, Record<const uint8_t> record, int64_t groups, float* sums) {
+void multiply_block(Panel w, Record<const uint8_t> record, const float* scale, int64_t groups, float* sums) {
   Sums<F> dots[2];
-  BlockSums acc;
-  acc.load_from(sums);
+  SpanSums span;
   multiply_group<F>(w.unpacked, record, dots[0]);
   for (int64_t group = 0; group < groups; ++group, w.stored += record_bytes<F>()) {
     const Record<const uint8_t> here = record;
     record = record.next();
     if (group + 1 < groups) multiply_group<F>(w.unpacked += kPanelBytes<F>, record, dots[(group + 1) % 2]);
-    acc.template add<F>(dots[group % 2], w.stored, here);
+    span.template add<F>(dots[group % 2], w.stored, here);
   }
-  acc.store_to(sums);
+  span.add_to(sums, scale);
 }
 
 // Two tiles of nibbles times a block. The unit makes all integer sums first, loading the rows once for both tiles.
 template <class F>
-void multiply_block_pair(const Panel (&w)[2], Record<const uint8_t> record, int64_t groups, float* sums) {
-  Sums<F> dots[2][kPairGroups];
+void multiply_block_pair(const Panel (&w)[2], Record<const uint8_t> record, const float* scale, int64_t groups,
+                         float* sums) {
+  Sums<F> dots[2][kSpanGroups];
   Record<const uint8_t> here = record;
   for (int64_t group = 0; group < groups; ++group, here = here.next()) {
     tile_load<3>(here.high(0));
@@ -260,31 +287,30 @@ void multiply_block_pair(const Panel (&w)[2], Record<const uint8_t> record, int6
     tile_store<1>(dots[1][group].part[0]);
   }
   for (int t = 0; t < 2; ++t, sums += kBlockRows * kTileWidth) {
-    BlockSums acc;
-    acc.load_from(sums);
+    SpanSums span;
     here = record;
     for (int64_t group = 0; group < groups; ++group, here = here.next()) {
-      acc.template add<F>(dots[t][group], w[t].stored + group * record_bytes<F>(), here);
+      span.template add<F>(dots[t][group], w[t].stored + group * record_bytes<F>(), here);
     }
-    acc.store_to(sums);
+    span.add_to(sums, scale);
   }
 }
 
 // What a thread needs beside the tile registers: unpacked weights, and the sums of its tiles for each block.
 struct MatrixScratch {
-  alignas(64) uint8_t panel[2][kPanelGroups * 1024];
-  std::vector<float> sums;
+  alignas(64) uint8_t panel[2][kSpanGroups * 1024];
+  Buffer<float> sums;
 };
 
-// T tiles times blocks begin..end-1, by the matrix unit: some groups at a time, so that their unpacked weights stay in
-// the first cache while blocks stream.
+// T tiles times blocks begin..end-1, by the matrix unit: a span at a time, so that its unpacked weights stay in the first
+// cache while blocks stream.
 template <class F, int T>
 void multiply_blocks_matrix(const Linear& op, const Rows& rows, int64_t tile, int64_t begin, int64_t end) {
   static thread_local const auto scratch = std::make_unique<MatrixScratch>();
-  constexpr int64_t kTileSums = kBlockRows * kTileWidth, kGroups = T == 1 ? kPanelGroups : kPairGroups;
+  constexpr int64_t kTileSums = kBlockRows * kTileWidth;
   scratch->sums.assign((end - begin) * T * kTileSums, 0.0f);
-  for (int64_t first = 0; first < rows.groups; first += kGroups) {
-    const int64_t groups = std::min(kGroups, rows.groups - first);
+  for (int64_t first = 0; first < rows.groups; first += kSpanGroups) {
+    const int64_t groups = std::min(kSpanGroups, rows.groups - first);
     Panel w[T];
     for (int t = 0; t < T; ++t) {
       w[t].stored = op.weight + ((tile + t) * rows.groups + first) * record_bytes<F>();
@@ -293,8 +319,9 @@ void multiply_blocks_matrix(const Linear& op, const Rows& rows, int64_t tile, in
     for (int64_t block = begin; block < end; ++block) {
       float* const sums = scratch->sums.data() + (block - begin) * T * kTileSums;
       const Record<const uint8_t> record = rows.read(block).skip(first);
-      if constexpr (T == 1) multiply_block<F>(w[0], record, groups, sums);
-      else multiply_block_pair<F>(w, record, groups, sums);
+      const float* const scale = rows.scale(block, first / kSpanGroups);
+      if constexpr (T == 1) multiply_block<F>(w[0], record, scale, groups, sums);
+      else multiply_block_pair<F>(w, record, scale, groups, sums);
     }
   }
   for (int64_t row = begin * kBlockRows; row < std::min(rows.count, end * kBlockRows); ++row) {
@@ -314,7 +341,7 @@ void for_tiles(const Linear& op, const Rows& rows, Span&& begin_span, Multiply&&
   const int64_t chunk = std::max<int64_t>(1, kChunkBytes / block_bytes);
   const int64_t chunks = (rows.blocks() + chunk - 1) / chunk, strips = (op.tiles() + Tiles - 1) / Tiles;
   const int64_t products = op.in_features * kTileWidth * Tiles * std::min(chunk * kBlockRows, op.rows);
-  parallel_for(strips * chunks, std::max<int64_t>(1, kSpanProducts / products), [&](int64_t begin, int64_t end) {
+  parallel_for(strips * chunks, std::max<int64_t>(1, kGrainProducts / products), [&](int64_t begin, int64_t end) {
     [[maybe_unused]] const auto span = begin_span();
     for (int64_t i = begin; i < end; ++i) {
       const int64_t block = i / strips * chunk;
@@ -347,13 +374,12 @@ void run_matrix(const Linear& op, const Rows& rows) {
 
 template <class F>
 void run(const Linear& op) {
-  static thread_local std::vector<uint8_t> scratch;
+  static thread_local Rows of_thread;
+  Rows& rows = of_thread;
   const bool by_matrix = kMatrixUnit && op.rows > kVectorRows && has_matrix_unit();
   const int64_t last = by_matrix ? kBlockRows : (op.rows - 1) % kBlockRows + 1;  // the unit takes whole blocks
-  Rows rows{nullptr, op.rows, op.in_features / kGroup, last};
-  scratch.resize(rows.places() * rows.groups * kRowBytes);
-  rows.at = scratch.data();
-  parallel_for(rows.places(), std::max<int64_t>(1, kSpanElements / op.in_features), [&](int64_t begin, int64_t end) {
+  rows.fit(op.rows, op.in_features / kGroup, last);
+  parallel_for(rows.places(), std::max<int64_t>(1, kGrainElements / op.in_features), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) quantize_row<F>(op, rows, row);
   });
 #if defined(__AMX_INT8__) && defined(__AMX_TILE__)

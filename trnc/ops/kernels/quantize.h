@@ -1,14 +1,13 @@
-// Activations as grouped integer kernels read them: per row and group of 32, 12-bit integers in two signed
-// digits, 16 * high + low, with one scale.
+// Activations as grouped integer kernels read them: 12-bit integers in two signed digits, 16 * high + low, with one
+// scale for each row and span of groups.
 //
 // One digit of 8 bits would be faster where the work is bound by arithmetic, but its error is what the answers
-// of a small model turn on: a few large channels cost the others of their group their digits. Steps 16 times
+// of a small model turn on: a few large channels cost the others of their span their digits. Steps 16 times
 // finer take that away, and because 16 times a 4-bit weight still is a byte, a matrix unit multiplies both
 // digits in one go.
 //
 // Rows come in blocks of kBlockRows, the last one short. A block is one record for each group, and a record
-// the digits of its rows, 32 high bytes and 32 low bytes each, then their scales, then their corrections
-// for the offset or the bias of the weights' format.
+// the digits of its rows, 32 high bytes and 32 low bytes each, then their sums.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +20,8 @@ namespace trnc {
 
 constexpr int64_t kBlockRows = 16;
 constexpr int64_t kDigitBytes = 2 * kGroup;
-constexpr int64_t kRowBytes = kDigitBytes + 8;  // of one row in a record
+constexpr int64_t kRowBytes = kDigitBytes + 4;  // of one row in a record
+constexpr int64_t kSpanGroups = 6;              // groups that share a scale; the last span of a row may be short
 constexpr float kLargest = 127.0f * 16.0f;      // so that the high digit fits an int8 after rounding
 
 template <class T>
@@ -43,45 +43,54 @@ struct Record {
   int64_t rows;
   Byte* high(int64_t row) const { return at + row * kDigitBytes; }
   Byte* low(int64_t row) const { return high(row) + kGroup; }
-  Byte* scale(int64_t row) const { return at + rows * kDigitBytes + row * 4; }
-  Byte* correction(int64_t row) const { return scale(rows) + row * 4; }
+  Byte* correction(int64_t row) const { return at + rows * kDigitBytes + row * 4; }
   Record skip(int64_t groups) const { return {at + groups * rows * kRowBytes, rows}; }
   Record next() const { return skip(1); }
 };
 
-// Quantises 32 values. The largest magnitude is found among bit patterns, which order like magnitudes
-// and put NaN on top: a group that holds one gets the scale NaN, and so do the outputs it takes part in.
-// The correction is scale * sum where kBias is 0, else the integer -kBias * sum.
+// The largest magnitude of n values, found among bit patterns, which order like magnitudes and put NaN on top.
+inline float largest_magnitude(const float* x, int64_t n) {
+  I32x16 top = broadcast(0);
+  for (int64_t i = 0; i < n; i += kLanes) top = max(top, as_int(load(x + i)) & broadcast(0x7fffffff));
+  const int32_t bits = reduce_max(top);
+  return read_as<float>(reinterpret_cast<const uint8_t*>(&bits));
+}
+
+// Quantises 32 values, each times `inverse`. The correction is the sum of the integers, as a float where kBias is 0, else
+// times -kBias as an integer.
 template <int kBias>
-void quantize_group(const float* x, Record<uint8_t> record, int64_t row) {
-  const F32x16 part[2] = {load(x), load(x + kLanes)};
-  const I32x16 magnitude = broadcast(0x7fffffff);
-  const int32_t top = reduce_max(max(as_int(part[0]) & magnitude, as_int(part[1]) & magnitude));
-  const float amax = read_as<float>(reinterpret_cast<const uint8_t*>(&top));
-  const float scale = amax / kLargest;
-  const F32x16 inverse = broadcast(amax > 1e-30f && amax < 1e38f ? kLargest / amax : 0.0f);
+void quantize_group(const float* x, F32x16 inverse, Record<uint8_t> record, int64_t row) {
   I32x16 total = broadcast(0);
-  for (int i = 0; i < 2; ++i) {
-    const I32x16 q = to_int(part[i] * inverse);
+  for (int64_t i = 0; i < kGroup; i += kLanes) {
+    const I32x16 q = to_int(load(x + i) * inverse);
     const I32x16 high = shift_right<4>(q + broadcast(8));
-    store_i8(reinterpret_cast<int8_t*>(record.high(row)) + i * kLanes, high);
-    store_i8(reinterpret_cast<int8_t*>(record.low(row)) + i * kLanes, q - shift_left<4>(high));
+    store_i8(reinterpret_cast<int8_t*>(record.high(row)) + i, high);
+    store_i8(reinterpret_cast<int8_t*>(record.low(row)) + i, q - shift_left<4>(high));
     total = total + q;
   }
   const int32_t sum = reduce_add(total);
-  write_as(record.scale(row), scale);
-  if constexpr (kBias == 0) {
-    write_as(record.correction(row), scale * static_cast<float>(sum));
-  } else {
-    write_as(record.correction(row), -kBias * sum);
+  if constexpr (kBias == 0) write_as(record.correction(row), static_cast<float>(sum));
+  else write_as(record.correction(row), -kBias * sum);
+}
+
+// Quantises the groups of a span and returns its scale. One that holds a NaN or an infinity gets a scale that is none, and
+// so do the outputs that it takes part in.
+template <int kBias>
+float quantize_span(const float* x, int64_t groups, Record<uint8_t> record, int64_t row) {
+  const float amax = largest_magnitude(x, groups * kGroup);
+  const F32x16 inverse = broadcast(amax > 1e-30f && amax < 1e38f ? kLargest / amax : 0.0f);
+  for (int64_t group = 0; group < groups; ++group, record = record.next()) {
+    quantize_group<kBias>(x + group * kGroup, inverse, record, row);
   }
+  return amax / kLargest;
 }
 
 // Makes the rows beyond a block's last ones harmless where a kernel multiplies them: all zero.
-inline void clear_row(Record<uint8_t> record, int64_t row) {
-  std::memset(record.high(row), 0, kDigitBytes);
-  std::memset(record.scale(row), 0, 4);
-  std::memset(record.correction(row), 0, 4);
+inline void clear_row(Record<uint8_t> record, int64_t groups, int64_t row) {
+  for (int64_t group = 0; group < groups; ++group, record = record.next()) {
+    std::memset(record.high(row), 0, kDigitBytes);
+    std::memset(record.correction(row), 0, 4);
+  }
 }
 
 }  // namespace trnc
