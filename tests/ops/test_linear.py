@@ -117,16 +117,37 @@ def test_outputs_that_are_stored_past_the_caches(format: str) -> None:
 def test_fused_ops_give_the_bits_of_the_ops_they_stand_for(format: str, rows: int) -> None:
     weight, bias = packed_weight(format, 50, 96), random_rows(1, 50)[0]
     x, norm = random_rows(rows, 96), random_rows(1, 96)[0]
-    gate_up, residual = random_rows(rows, 192, 1), random_rows(rows, 50, 2)
+    residual = random_rows(rows, 50, 2)
     normed = fused_linear(x, weight, bias, norm, None, format, 50, 1e-5, False)
     assert torch.equal(normed, linear(rms_norm(x, norm, 1e-5), weight, bias, format, 50))
-    gated = fused_linear(gate_up, weight, None, None, residual, format, 50, 0.0, True)
-    assert torch.equal(gated, residual + linear(silu_mul(gate_up), weight, None, format, 50))
+    added = fused_linear(x, weight, None, None, residual, format, 50, 0.0, False)
+    assert torch.equal(added, residual + linear(x, weight, None, format, 50))
     with reference_mode():
         wanted = fused_linear(x.double(), weight, bias, norm, None, format, 50, 1e-5, False)
         rows_before = rms_norm(x.double(), norm, 1e-5)
     bound = error_bound(rows_before, random_weight(format, 50, 96).dequantize(), format)
     assert ((normed - wanted).abs() <= bound * 1.01 + 1e-5).all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("n", [96, 50])  # gates that fill their tiles, and not
+def test_a_gated_linear_gives_the_bits_of_silu_mul(format: str, n: int) -> None:
+    weight, bias, norm = packed_weight(format, n, 96), random_rows(1, n)[0], random_rows(1, 96)[0]
+    for rows in (1, 5, 20, 40, 90):
+        x = random_rows(rows, 96)
+        wanted = silu_mul(linear(rms_norm(x, norm, 1e-5), weight, bias, format, n))
+        assert torch.equal(fused_linear(x, weight, bias, norm, None, format, n, 1e-5, True), wanted)
+    with reference_mode():
+        reference = fused_linear(x, weight, bias, norm, None, format, n, 1e-5, True)
+        plain = silu_mul(linear(rms_norm(x, norm, 1e-5), weight, bias, format, n))
+    assert torch.equal(reference, plain)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_gated_outputs_that_are_stored_past_the_caches(format: str) -> None:
+    weight, x = packed_weight(format, 1056, 64), random_rows(600, 64)
+    wanted = silu_mul(linear(x, weight, None, format, 1056))
+    assert torch.equal(fused_linear(x, weight, None, None, None, format, 1056, 0.0, True), wanted)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -203,8 +224,10 @@ def test_wrong_arguments_are_named() -> None:
         fused_linear(x, weight, None, None, torch.zeros(1, 20), "i4g32", 20, 0.0, False)
     with pytest.raises(RuntimeError, match=r"linear: norm has 63 elements, not 64"):
         fused_linear(x, weight, None, torch.zeros(63), None, "i4g32", 20, 0.0, False)
-    with pytest.raises(RuntimeError, match=r"gated rows have an even width and no norm"):
-        fused_linear(x, weight, None, torch.zeros(64), None, "i4g32", 20, 0.0, True)
+    with pytest.raises(RuntimeError, match=r"gated features are even and have no residual"):
+        fused_linear(x, weight, None, None, torch.zeros(2, 20), "i4g32", 20, 0.0, True)
+    with pytest.raises(RuntimeError, match=r"gated features are even and have no residual"):
+        fused_linear(x, weight, None, None, None, "i4g32", 19, 0.0, True)
     with pytest.raises(RuntimeError, match=r"embedding: id 32 is not below 32"):
         embedding(torch.tensor([0, 32]), weight, "i4g32", 64)
 

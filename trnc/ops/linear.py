@@ -43,11 +43,11 @@ def _fused_linear(
     eps: float,
     gated: bool,
 ) -> Tensor:
-    if gated:
-        x = reference_silu_mul(x)
-    elif norm is not None:
+    if norm is not None:
         x = reference_rms_norm(x, norm, eps)
     out = _linear(x, weight, bias, format, out_features)
+    if gated:
+        out = reference_silu_mul(out)
     return out if residual is None else residual + out
 
 
@@ -62,8 +62,9 @@ def _fused_linear_fake(
     eps: float,
     gated: bool,
 ) -> Tensor:
-    del norm, residual, eps, gated
-    return _linear_fake(x, weight, bias, format, out_features)
+    del norm, residual, eps
+    width = out_features // 2 if gated else out_features
+    return _linear_fake(x, weight, bias, format, width)
 
 
 def _embedding(ids: Tensor, weight: Tensor, format: str, width: int) -> Tensor:
@@ -117,10 +118,10 @@ def fused_linear(
     eps: float,
     gated: bool,
 ) -> Tensor:
-    """Return residual + linear(prologue(x)), [T, N], with the bits of the ops that it stands for.
+    """Return residual + linear(rms_norm(x)), [T, N], with the bits of the ops that it stands for.
 
-    The prologue is `rms_norm(x, norm, eps)` where `norm` [K] is given, `silu_mul(x)` of `x` [T, 2K]
-    where `gated`, else nothing. `residual` is [T, N] or None. Stages do not call it: the CPU
+    Without `norm` [K] there is no rms_norm; `residual` is [T, N] or None. Where `gated`, there is
+    none, and the result is silu_mul of the linear, [T, N / 2]. Stages do not call it: the CPU
     backend puts it in the place of what it fuses.
     """
     result: Tensor = torch.ops.trnc.fused_linear.default(

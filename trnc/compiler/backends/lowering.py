@@ -2,8 +2,9 @@
 
 The canonical graph of a stage stays in primitive operators. `rms_norm`,
 `silu_mul` and the addition of a residual are small beside a linear layer, but each costs a call, a
-pass over memory and, at few rows, a barrier of the thread pool. So they become the prologue and
-the epilogue of the linear beside them, `trnc::fused_linear`, which gives the same bits.
+pass over memory and, at few rows, a barrier of the thread pool. So the norm becomes a part of the
+linear after it, the gate and the residual of the one before, `trnc::fused_linear`, which gives the
+same bits.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def fuse(module: GraphModule) -> None:
 
 def _fuse_one(linear: Node) -> None:
     x, weight, bias, format, out_features = linear.args
-    before, norm, eps, gated = _prologue(x)
-    residual, last = _epilogue(linear)
+    before, norm, eps = _prologue(x)
+    residual, gated, last = _epilogue(linear)
     arguments = (before, weight, bias, norm, residual, format, out_features, eps, gated)
     with last.graph.inserting_before(last):
         fused = last.graph.call_function(_OPS.fused_linear.default, arguments)
@@ -65,28 +66,29 @@ def _fuse_one(linear: Node) -> None:
     last.replace_all_uses_with(fused)
 
 
-def _prologue(x: Any) -> tuple[Any, Any, float, bool]:
-    """Return the rows before the prologue, the norm's weight and epsilon, and whether gated."""
-    if isinstance(x, Node) and len(x.users) == 1:
-        if x.target == _OPS.rms_norm.default:
-            rows, norm, eps = x.args
-            assert isinstance(eps, float)
-            return rows, norm, eps, False
-        if x.target == _OPS.silu_mul.default:
-            return x.args[0], None, 0.0, True
-    return x, None, 0.0, False
+def _prologue(x: Any) -> tuple[Any, Any, float]:
+    """Return the rows before the norm, and its weight and epsilon."""
+    if isinstance(x, Node) and len(x.users) == 1 and x.target == _OPS.rms_norm.default:
+        rows, norm, eps = x.args
+        assert isinstance(eps, float)
+        return rows, norm, eps
+    return x, None, 0.0
 
 
-def _epilogue(linear: Node) -> tuple[Node | None, Node]:
-    """Return the residual and the node whose value the fused linear has."""
+def _epilogue(linear: Node) -> tuple[Node | None, bool, Node]:
+    """Return the residual, whether gated, and the node whose value the fused linear has."""
     users = list(linear.users)
-    if len(users) == 1 and users[0].target == _ADD and not users[0].kwargs:
-        added = users[0]
-        left, right = added.args
+    if len(users) != 1:
+        return None, False, linear
+    (user,) = users
+    if user.target == _OPS.silu_mul.default:
+        return None, True, user
+    if user.target == _ADD and not user.kwargs:
+        left, right = user.args
         other = right if left is linear else left
-        if isinstance(other, Node) and other is not linear and _same_type(other, added, linear):
-            return other, added
-    return None, linear
+        if isinstance(other, Node) and other is not linear and _same_type(other, user, linear):
+            return other, False, user
+    return None, False, linear
 
 
 def _same_type(*nodes: Node) -> bool:

@@ -25,10 +25,10 @@ Tensor fused_linear_op(const Tensor& x, const Tensor& weight, const std::optiona
                        const std::optional<Tensor>& norm, const std::optional<Tensor>& residual,
                        std::string_view format_name, int64_t out_features, double eps, bool gated) {
   check(x, "linear: x", ScalarType::Float, 2);
-  const int64_t rows = x.size(0), in_features = gated ? x.size(1) / 2 : x.size(1);
-  STD_TORCH_CHECK(!gated || (x.size(1) % 2 == 0 && !norm), "linear: gated rows have an even width and no norm");
+  const int64_t rows = x.size(0), in_features = x.size(1);
+  STD_TORCH_CHECK(!gated || (out_features % 2 == 0 && !residual), "linear: gated features are even and have no residual");
   const Format format = format_named(std::string(format_name));
-  Tensor out = empty({rows, out_features}, ScalarType::Float);
+  Tensor out = empty({rows, gated ? out_features / 2 : out_features}, ScalarType::Float);
   Linear op{read<float>(x), read<uint8_t>(weight), write<float>(out), rows, in_features, out_features};
   check_packed(weight, "linear: weight", format, in_features, op.tiles());
   op.bias = optional_data(bias, "linear: bias", {out_features});

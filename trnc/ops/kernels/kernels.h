@@ -24,12 +24,12 @@ constexpr int64_t tile_bytes(Format format, int64_t in_features) {
   return 0;
 }
 
-// out = prologue(x) W^T + bias + residual. The prologue of a row is RMSNorm where there is a `norm`, silu(a) * b of
-// its halves where it is `gated`, or nothing.
+// out = norm(x) W^T + bias + residual, with RMSNorm where there is a `norm`. Where it is `gated`, the out features are a
+// gate and then as many up, out has silu(gate) * up, and there is no residual.
 struct Linear {
-  const float* x;         // [rows, in_features], or twice as wide where gated
+  const float* x;         // [rows, in_features]
   const uint8_t* weight;  // packed
-  float* out;             // [rows, out_features]
+  float* out;             // [rows, out_features], or half as wide where gated
   int64_t rows, in_features, out_features;
   const float* bias = nullptr;      // [out_features]
   const float* residual = nullptr;  // [rows, out_features]
@@ -39,16 +39,17 @@ struct Linear {
   bool streams = false;  // outputs go past the caches
 
   int64_t tiles() const { return (out_features + kTileWidth - 1) / kTileWidth; }
+  int64_t out_width() const { return gated ? out_features / 2 : out_features; }
 };
 
 void rms_norm(const float* x, const float* weight, float* out, int64_t rows, int64_t width, float eps);
 void silu_mul(const float* gate_up, float* out, int64_t rows, int64_t width);
-void linear_dense(const Linear& op, Format format);    // f32, bf16
-void linear_grouped(const Linear& op, Format format);  // i8g32, i4g32, i4g32s
+void linear(const Linear& op, Format format);
 
-inline void linear(const Linear& op, Format format) {
-  format == Format::f32 || format == Format::bf16 ? linear_dense(op, format) : linear_grouped(op, format);
-}
+// What it calls: linear_dense for f32 and bf16; linear_grouped for the other formats, where `gated` needs nibbles and gates
+// that fill their tiles.
+void linear_dense(const Linear& op, Format format);
+void linear_grouped(const Linear& op, Format format);
 
 // Writes row `id` of a packed weight, widened to f32, to out [width].
 void unpack_row(const uint8_t* weight, Format format, int64_t id, float* out, int64_t width);

@@ -66,9 +66,9 @@ void multiply_rows(const Linear& op, int64_t tile, int64_t begin, int64_t end, i
   }
 }
 
-// The same product of rows that have been through the prologue.
+// The same product of rows that have been through the norm.
 Linear with_prepared_rows(const Linear& op) {
-  if (!op.norm && !op.gated) return op;
+  if (!op.norm) return op;
   static thread_local Buffer<float> prepared;
   prepared.resize(op.rows * op.in_features);
   float* const to = prepared.data();
@@ -78,7 +78,6 @@ Linear with_prepared_rows(const Linear& op) {
   Linear plain = op;
   plain.x = to;
   plain.norm = nullptr;
-  plain.gated = false;
   return plain;
 }
 

@@ -154,17 +154,23 @@ void multiply_tile(const uint8_t* w, const Rows& rows, int64_t block, int64_t ro
   }
 }
 
-// One tile times blocks begin..end-1.
+// One tile times blocks begin..end-1, and the tile of up that belongs to it where it is one of a gate.
 template <class F>
 void multiply_blocks(const Linear& op, const Rows& rows, int64_t tile, int64_t begin, int64_t end) {
-  const uint8_t* w = op.weight + tile * rows.groups * record_bytes<F>();
+  const int64_t tile_size = rows.groups * record_bytes<F>();
+  const uint8_t* const w = op.weight + tile * tile_size;
   for (int64_t block = begin; block < end; ++block) {
     const int64_t first = block * kBlockRows, count = std::min(kBlockRows, rows.count - first);
     for (int64_t row = 0; row < count; row += kRows) {
       with_rows<kRows>(count - row, [&](auto n) {
-        F32x16 acc[n];
+        F32x16 acc[n], up[n];
         multiply_tile<F, n>(w, rows, block, row, acc);
-        for (int r = 0; r < n; ++r) finish(op, first + row + r, tile, acc[r]);
+        if (op.gated) {
+          multiply_tile<F, n>(w + op.tiles() / 2 * tile_size, rows, block, row, up);
+          for (int r = 0; r < n; ++r) finish_gated(op, first + row + r, tile, acc[r], up[r]);
+        } else {
+          for (int r = 0; r < n; ++r) finish(op, first + row + r, tile, acc[r]);
+        }
       });
     }
   }
@@ -302,45 +308,64 @@ struct MatrixScratch {
   Buffer<float> sums;
 };
 
-// T tiles times blocks begin..end-1, by the matrix unit: a span at a time, so that its unpacked weights stay in the first
-// cache while blocks stream.
-template <class F, int T>
-void multiply_blocks_matrix(const Linear& op, const Rows& rows, int64_t tile, int64_t begin, int64_t end) {
-  static thread_local const auto scratch = std::make_unique<MatrixScratch>();
-  constexpr int64_t kTileSums = kBlockRows * kTileWidth;
-  scratch->sums.assign((end - begin) * T * kTileSums, 0.0f);
+constexpr int64_t kTileSums = kBlockRows * kTileWidth;
+
+// Adds the products of T tiles and blocks begin..end-1 to their sums, [blocks, Tiles, 16, 16] from `sums` on: a span at a
+// time, so that its unpacked weights stay in the first cache while blocks stream.
+template <class F, int T, int Tiles>
+void add_tiles(const Linear& op, const Rows& rows, const int64_t (&tile)[T], int64_t begin, int64_t end,
+               MatrixScratch& scratch, float* sums) {
   for (int64_t first = 0; first < rows.groups; first += kSpanGroups) {
     const int64_t groups = std::min(kSpanGroups, rows.groups - first);
     Panel w[T];
     for (int t = 0; t < T; ++t) {
-      w[t].stored = op.weight + ((tile + t) * rows.groups + first) * record_bytes<F>();
-      w[t].unpacked = unpack_tile<F>(w[t].stored, groups, scratch->panel[t]);
+      w[t].stored = op.weight + (tile[t] * rows.groups + first) * record_bytes<F>();
+      w[t].unpacked = unpack_tile<F>(w[t].stored, groups, scratch.panel[t]);
     }
     for (int64_t block = begin; block < end; ++block) {
-      float* const sums = scratch->sums.data() + (block - begin) * T * kTileSums;
+      float* const at = sums + (block - begin) * Tiles * kTileSums;
       const Record<const uint8_t> record = rows.read(block).skip(first);
       const float* const scale = rows.scale(block, first / kSpanGroups);
-      if constexpr (T == 1) multiply_block<F>(w[0], record, scale, groups, sums);
-      else multiply_block_pair<F>(w, record, scale, groups, sums);
+      if constexpr (T == 1) multiply_block<F>(w[0], record, scale, groups, at);
+      else multiply_block_pair<F>(w, record, scale, groups, at);
+    }
+  }
+}
+
+// T tiles times blocks begin..end-1, by the matrix unit.
+template <class F, int T>
+void multiply_blocks_matrix(const Linear& op, const Rows& rows, const int64_t (&tile)[T], int64_t begin, int64_t end) {
+  static thread_local const auto scratch = std::make_unique<MatrixScratch>();
+  scratch->sums.assign((end - begin) * T * kTileSums, 0.0f);
+  if (T == 1 || rows.blocks() >= kPairBlocks) {
+    add_tiles<F, T, T>(op, rows, tile, begin, end, *scratch, scratch->sums.data());
+  } else {
+    for (int t = 0; t < T; ++t) {
+      add_tiles<F, 1, T>(op, rows, {tile[t]}, begin, end, *scratch, scratch->sums.data() + t * kTileSums);
     }
   }
   for (int64_t row = begin * kBlockRows; row < std::min(rows.count, end * kBlockRows); ++row) {
     const int64_t block = row / kBlockRows - begin;
     const float* const sums = scratch->sums.data() + block * T * kTileSums + row % kBlockRows * kTileWidth;
-    for (int t = 0; t < T; ++t) finish(op, row, tile + t, load(sums + t * kTileSums));
+    if (T == 2 && op.gated) {
+      finish_gated(op, row, tile[0], load(sums), load(sums + kTileSums));
+    } else {
+      for (int t = 0; t < T; ++t) finish(op, row, tile[t], load(sums + t * kTileSums));
+    }
   }
 }
 
 #endif
 
-// Calls multiply(tile, first block, last block) for every `Tiles`-th tile and chunk of blocks, in parallel;
-// `begin_span()` gives what is to live while a thread works.
+// Calls multiply(tile, first block, last block) for every `Tiles`-th tile, of the gate where there is one, and chunk of
+// blocks, in parallel; `begin_span()` gives what is to live while a thread works.
 template <int Tiles, class Span, class Multiply>
 void for_tiles(const Linear& op, const Rows& rows, Span&& begin_span, Multiply&& multiply) {
   const int64_t block_bytes = kBlockRows * rows.groups * kRowBytes;
   const int64_t chunk = std::max<int64_t>(1, kChunkBytes / block_bytes);
-  const int64_t chunks = (rows.blocks() + chunk - 1) / chunk, strips = (op.tiles() + Tiles - 1) / Tiles;
-  const int64_t products = op.in_features * kTileWidth * Tiles * std::min(chunk * kBlockRows, op.rows);
+  const int64_t chunks = (rows.blocks() + chunk - 1) / chunk;
+  const int64_t strips = ((op.gated ? op.tiles() / 2 : op.tiles()) + Tiles - 1) / Tiles;
+  const int64_t products = op.in_features * op.out_features / strips * std::min(chunk * kBlockRows, op.rows);
   parallel_for(strips * chunks, std::max<int64_t>(1, kGrainProducts / products), [&](int64_t begin, int64_t end) {
     [[maybe_unused]] const auto span = begin_span();
     for (int64_t i = begin; i < end; ++i) {
@@ -357,13 +382,18 @@ template <class F>
 void run_matrix(const Linear& op, const Rows& rows) {
   const auto unit = [] { return MatrixUnit(F::kNibbles ? 2 * kGroup : kGroup); };
   const auto one = [&](int64_t tile, int64_t begin, int64_t end) {
-    multiply_blocks_matrix<F, 1>(op, rows, tile, begin, end);
+    multiply_blocks_matrix<F, 1>(op, rows, {tile}, begin, end);
   };
   if constexpr (F::kNibbles) {
+    if (op.gated) {
+      return for_tiles<1>(op, rows, unit, [&](int64_t tile, int64_t begin, int64_t end) {
+        multiply_blocks_matrix<F, 2>(op, rows, {tile, tile + op.tiles() / 2}, begin, end);
+      });
+    }
     if (rows.blocks() >= kPairBlocks) {
       return for_tiles<2>(op, rows, unit, [&](int64_t tile, int64_t begin, int64_t end) {
         if (tile + 2 > op.tiles()) return one(tile, begin, end);
-        multiply_blocks_matrix<F, 2>(op, rows, tile, begin, end);
+        multiply_blocks_matrix<F, 2>(op, rows, {tile, tile + 1}, begin, end);
       });
     }
   }

@@ -125,7 +125,7 @@ void route(const Route& op) {
 
 void experts(const Experts& op) {
   static thread_local Groups groups;
-  static thread_local std::vector<float> gathered, wide, results;
+  static thread_local std::vector<float> gathered, inner, results;
   group_by_expert(op, groups);
   results.resize(op.rows * op.top_k * op.hidden);
   const int64_t gate_up_bytes = (2 * op.inner + kTileWidth - 1) / kTileWidth * tile_bytes(op.gate_up_format, op.hidden);
@@ -134,15 +134,15 @@ void experts(const Experts& op) {
     const int64_t first = groups.first[expert], rows = groups.first[expert + 1] - first;
     if (rows == 0) continue;
     gathered.resize(rows * op.hidden);
-    wide.resize(rows * 2 * op.inner);
+    inner.resize(rows * op.inner);
     for (int64_t i = 0; i < rows; ++i) {
       std::copy_n(op.x + groups.choice[first + i] / op.top_k * op.hidden, op.hidden, gathered.data() + i * op.hidden);
     }
-    linear({gathered.data(), op.gate_up + expert * gate_up_bytes, wide.data(), rows, op.hidden, 2 * op.inner},
-           op.gate_up_format);
-    Linear down{wide.data(), op.down + expert * down_bytes, results.data() + first * op.hidden, rows, op.inner, op.hidden};
-    down.gated = true;
-    linear(down, op.down_format);
+    Linear gate_up{gathered.data(), op.gate_up + expert * gate_up_bytes, inner.data(), rows, op.hidden, 2 * op.inner};
+    gate_up.gated = true;
+    linear(gate_up, op.gate_up_format);
+    linear({inner.data(), op.down + expert * down_bytes, results.data() + first * op.hidden, rows, op.inner, op.hidden},
+           op.down_format);
   }
   add_results(op, groups, results.data());
 }

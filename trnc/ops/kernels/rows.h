@@ -31,13 +31,15 @@ inline void rms_norm_row(const float* x, const float* weight, float eps, float* 
   }
 }
 
+inline F32x16 silu_mul(F32x16 gate, F32x16 up) {
+  return gate / (broadcast(1.0f) + exp(broadcast(0.0f) - gate)) * up;
+}
+
 // out = silu(gate) * up, [width], of a row that holds the gate and then up.
 inline void silu_mul_row(const float* gate_up, float* out, int64_t width) {
-  const F32x16 one = broadcast(1.0f), zero = broadcast(0.0f);
   for (int64_t i = 0; i < width; i += kLanes) {
     const int n = static_cast<int>(width - i);
-    const F32x16 gate = load_n(gate_up + i, n), up = load_n(gate_up + width + i, n);
-    store_n(out + i, gate / (one + exp(zero - gate)) * up, n);
+    store_n(out + i, silu_mul(load_n(gate_up + i, n), load_n(gate_up + width + i, n)), n);
   }
 }
 
