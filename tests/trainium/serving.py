@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from tests.models.tiny import PRESET, VOCAB
 from tests.runtime.serving import Limited, compile_missing
-from trnc.compiler.backends.stablehlo.build import build_modules, plan_modules
-from trnc.compiler.backends.stablehlo.targets import neuron_target
+from tests.trainium.tiny_plans import plan_of
+from trnc.compiler.backends.stablehlo.build import build_modules
 from trnc.compiler.program import ProgramConfig
 from trnc.compiler.store import Store
 from trnc.core import SamplingParams, TokenLogprobs, VariantKey
@@ -30,7 +30,6 @@ from trnc.runtime.start import (
     start_executor,
 )
 
-TRN2 = neuron_target("trn2")
 TEXT = tuple((i * 7919 + i * i * 31) % VOCAB for i in range(96))
 SMALL = replace(
     PRESET,
@@ -105,7 +104,7 @@ def lower(options: StartOptions, only: Only) -> None:
     """Put some variants' modules into the store; a start finds these and no others."""
     model = open_model(options.model, report=print)
     config = program_config(model, options.preset, "xla-cpu")
-    plan = plan_modules(config, TRN2, report=lambda *_: None)
+    plan = plan_of(config)
     few = {key: program for key, program in plan.programs.items() if only(key)}
     store = Store(root=options.store, log=print)
     build_modules(replace(plan, programs=few), store, report=lambda *_: None)

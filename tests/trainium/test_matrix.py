@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainium.serving import TRN2
-from tests.trainium.tiny_plans import config_of
+from tests.trainium.tiny_plans import TRN2, config_of, plan_of
 from tests.trainium.whole import lower_whole
-from trnc.compiler.backends.stablehlo.build import plan_modules
 from trnc.compiler.backends.stablehlo.check import check_modules
 from trnc.compiler.backends.stablehlo.module import Module
 from trnc.compiler.graphs import config_of as locked_config_of
@@ -52,9 +50,8 @@ def configured(model: str, preset: Preset) -> ProgramConfig:
 
 @pytest.mark.parametrize("model", PRESETS)
 def test_all_variants_of_all_presets_lower_and_are_clean(model):
-    known: dict[object, object] = {}
     for preset in (small(load_preset(name)) for name in PRESETS[model]):
-        plan = plan_modules(configured(model, preset), TRN2, report=lambda *_: None, known=known)
+        plan = plan_of(configured(model, preset))
         modules = {key: plan.lower(key) for key in plan.programs}
         checked = check_modules(modules.items(), TRN2, 2)
         assert checked.found == ()

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 from tests.trainium import module_bytes
-from tests.trainium.serving import SMALL, TRN2
-from tests.trainium.tiny_plans import config_of
+from tests.trainium.serving import SMALL
+from tests.trainium.tiny_plans import TRN2, config_of, plan_of
+from tests.trainium.whole import lower_whole
 from trnc.compiler.backends.stablehlo.build import (
     HLO_FILE,
     Plan,
     build_modules,
     load_modules,
     manifest_key,
-    plan_modules,
     write_module,
 )
 from trnc.compiler.backends.stablehlo.check import check_modules
@@ -46,7 +46,7 @@ PREFILL = VariantKey("prefill", 16, 4, context=80)
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return plan_modules(config_of("llama", PRESET), TRN2, report=lambda *_: None)
+    return plan_of(config_of("llama", PRESET))
 
 
 @pytest.fixture(scope="module")
@@ -215,8 +215,9 @@ def test_every_row_has_its_rank(ranks):
 
 def test_collectives_name_their_ranks():
     preset = replace(SMALL, trainium=TrainiumOptions(ranks=4))
-    plan = plan_modules(config_of("glm4_moe", preset), TRN2, report=lambda *_: None)
-    module = plan.lower(replace(PREFILL, logprobs=False))
+    plan = plan_of(config_of("glm4_moe", preset))
+    module = plan.lower(PREFILL)
+    assert module.text == lower_whole(plan.lowering(PREFILL), module)
     groups = re.findall(r"replica_groups = (dense<\[\[.*?\]\]>)", module.text)
     assert set(groups) == {"dense<[[0, 1, 2, 3]]>"}
     layer = module.text.split("func.func private @moe_layer(")[1].split("func.func private")[0]

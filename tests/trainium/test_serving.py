@@ -122,12 +122,25 @@ def test_several_ranks_answer_as_one_and_as_transformers(tmp_path, store, family
     assert largest_error(got.prompt_logprobs, exact) < BOUND
 
 
+def test_torch_neuronx_alone_is_not_enough_and_the_message_says_so(monkeypatch):
+    from trnc.runtime import xla_client
+
+    there = {"torch_neuronx"}
+    monkeypatch.setattr(xla_client, "find_spec", lambda name: name if name in there else None)
+    with pytest.raises(ConfigError, match=r"'libneuronxla'; torch-neuronx, which is installed"):
+        xla_client.Devices("neuron", 1)
+    there.add("libneuronxla")  # the plugin is there: what jax says of it is all there is to say
+    with pytest.raises(ConfigError) as raised:
+        xla_client.Devices("neuron", 1)
+    assert "nstall" not in str(raised.value)
+
+
 def test_more_ranks_than_devices_and_a_store_without_modules(tmp_path):
     from trnc.runtime.xla_client import Devices
 
     with pytest.raises(ConfigError, match="--xla_force_host_platform_device_count=64"):
         Devices("cpu", 64)
-    with pytest.raises(ConfigError, match="no device of platform 'neuron'"):
+    with pytest.raises(ConfigError, match=r"no device of platform 'neuron'.*Install 'jax-neuronx'"):
         Devices("neuron", 1)
     tiny_model("llama").save_pretrained(tmp_path / "llama")
     options = replace(on(tmp_path / "llama", SMALL, tmp_path / "empty"), require_cache=True)

@@ -1,4 +1,4 @@
-"""Tiny models as configurations: shapes and formats, without weights."""
+"""Tiny models as configurations, shapes and formats without weights, and their plans."""
 
 from __future__ import annotations
 
@@ -6,10 +6,22 @@ from dataclasses import replace
 from functools import cache
 
 from tests.models.tiny import tiny_model
+from trnc.compiler.backends.stablehlo.build import Plan, plan_modules
+from trnc.compiler.backends.stablehlo.targets import neuron_target
+from trnc.compiler.compile import TracedStage
 from trnc.compiler.program import ProgramConfig
 from trnc.models.config import ModelConfig, from_hf
+from trnc.models.stage import StageSpec
 from trnc.models.weights import exact_formats
 from trnc.presets import Preset
+
+TRN2 = neuron_target("trn2")
+_TRACED: dict[StageSpec, TracedStage] = {}  # what all tests of a process share
+
+
+def plan_of(config: ProgramConfig) -> Plan:
+    """Plan the modules of a configuration; a stage is traced once for all tests."""
+    return plan_modules(config, TRN2, report=lambda *_: None, known=_TRACED)
 
 
 @cache

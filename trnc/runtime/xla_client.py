@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -32,7 +33,9 @@ class Devices:
         try:
             found = jax.devices(platform)
         except RuntimeError as error:
-            raise ConfigError(f"jax finds no device of platform '{platform}': {error}") from None
+            raise ConfigError(
+                f"jax finds no device of platform '{platform}': {error}{_advice(platform)}"
+            ) from None
         if len(found) < ranks:
             advice = (
                 f"set XLA_FLAGS=--xla_force_host_platform_device_count={ranks}"
@@ -98,6 +101,21 @@ class Devices:
         first, *rest = pieces[0].shape
         shape = (first * len(pieces), *rest)
         return jax.make_array_from_single_device_arrays(shape, self._shared, pieces)
+
+
+def _advice(platform: str) -> str:
+    """Say what to install for Neuron cores."""
+    if platform != "neuron" or find_spec("libneuronxla") is not None:
+        return ""
+    alone = (
+        "; torch-neuronx, which is installed, compiles PyTorch graphs and takes no module"
+        if find_spec("torch_neuronx") is not None
+        else ""
+    )
+    return (
+        f". Install 'jax-neuronx', which brings Neuron's plugin for jax, 'libneuronxla'{alone} "
+        "(docs/TRAINIUM.md)"
+    )
 
 
 def first_share(array: jax.Array) -> Array:
