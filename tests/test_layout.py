@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONGEST
+
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "trnc").rglob("*.py"))
 SHIPPED = [
@@ -53,3 +55,7 @@ def test_no_file_names_a_path_of_a_machine():
 
 def test_the_presets_at_the_top_are_those_that_ship():
     assert (ROOT / "presets").resolve() == ROOT / "trnc" / "presets"
+
+
+def test_the_files_of_tests_that_start_first_are_there() -> None:
+    assert [name for name in LONGEST if not (ROOT / name).is_file()] == []
