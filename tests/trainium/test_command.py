@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from rich.console import Console
@@ -11,8 +12,9 @@ from rich.console import Console
 from tests.checkpoint.files import gguf_tensors, shape_metadata, tiny_model, write_gguf
 from tests.cli.command import trnc
 from tests.trainium.test_neuron import SCRIPT
+from tests.trainium.tiny_plans import TRACED
 from trnc.cli.trainium_command import TrainiumArguments, run_trainium
-from trnc.compiler.backends.stablehlo import bundle, neuron
+from trnc.compiler.backends.stablehlo import build, bundle, neuron
 from trnc.errors import CompileError, ConfigError
 
 TOML = """
@@ -42,6 +44,12 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> TrainiumArguments:
         dry_run=False,
         bundle=None,
     )
+
+
+@pytest.fixture(autouse=True)
+def trace_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that run in this process share what they trace."""
+    monkeypatch.setattr(build, "plan_modules", partial(build.plan_modules, known=TRACED))
 
 
 def run(arguments: TrainiumArguments) -> str:

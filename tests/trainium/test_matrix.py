@@ -58,9 +58,9 @@ def test_all_variants_of_all_presets_lower_and_are_clean(model):
         assert set(checked.needs) == {key.step for key in plan.programs}
         for key, module in modules.items():
             state_is_aliased(key, module)
-        # What is kept between variants changes no byte of any of them.
-        for key in {key.step: key for key in sorted(plan.programs)}.values():
-            assert modules[key].text == lower_whole(plan.lowering(key), modules[key])
+    # What is kept between variants changes no byte of any of them.
+    for key in {key.step: key for key in sorted(plan.programs)}.values():
+        assert modules[key].text == lower_whole(plan.lowering(key), modules[key])
 
 
 def state_is_aliased(key: VariantKey, module: Module) -> None:

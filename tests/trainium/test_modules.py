@@ -27,6 +27,7 @@ from trnc.compiler.backends.stablehlo.build import (
 )
 from trnc.compiler.backends.stablehlo.check import check_modules
 from trnc.compiler.backends.stablehlo.graph import read_graph, stage_function
+from trnc.compiler.backends.stablehlo.mlir import split_functions
 from trnc.compiler.backends.stablehlo.module import Module, hlo_proto
 from trnc.compiler.backends.stablehlo.parallel import local_model, row_indexes, split_of
 from trnc.compiler.backends.stablehlo.site import Site
@@ -96,8 +97,21 @@ def test_the_bytes_are_the_same_in_another_process_folder_order_and_hash_seed(tm
         text=True,
         check=True,
     )
-    here = module_bytes.digests(reversed(module_bytes.KEYS))
+    here = module_bytes.digests(module_bytes.STEPS[::-1])
     assert done.stdout.splitlines() == here[::-1]
+
+
+def test_steps_of_equal_shapes_have_functions_of_their_own():
+    """A decode of 4 rows, a prefill of 4 tokens: attention may see one row of a sequence, or 4."""
+    plan = plan_of(config_of("llama", replace(PRESET, prefill_tokens=(4,))))
+    keys = (DECODE, replace(PREFILL, tokens=4))
+    modules = [plan.lower(key) for key in keys]
+    for key, module in zip(keys, modules, strict=True):
+        assert module.text == lower_whole(plan.lowering(key), module)
+    shared = set.intersection(*(set(split_functions(module.text)) for module in modules))
+    names = {re.findall(r"@(\w+)", function)[0] for function in shared}
+    assert "embed" in names
+    assert "layer" not in names
 
 
 def test_the_text_says_nothing_of_where_it_was_made(decode):

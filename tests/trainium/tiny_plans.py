@@ -16,12 +16,12 @@ from trnc.models.weights import exact_formats
 from trnc.presets import Preset
 
 TRN2 = neuron_target("trn2")
-_TRACED: dict[StageSpec, TracedStage] = {}  # what all tests of a process share
+TRACED: dict[StageSpec, TracedStage] = {}  # what all tests of a process share
 
 
 def plan_of(config: ProgramConfig) -> Plan:
     """Plan the modules of a configuration; a stage is traced once for all tests."""
-    return plan_modules(config, TRN2, report=lambda *_: None, known=_TRACED)
+    return plan_modules(config, TRN2, report=lambda *_: None, known=TRACED)
 
 
 @cache

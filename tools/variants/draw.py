@@ -16,8 +16,9 @@ from trnc.core import SamplingParams, SequencePlan, StepPlan, VariantKey
 from trnc.equiv.draw import random_packed
 from trnc.models.registry import build_stage
 from trnc.models.stage import TensorSpec
-from trnc.models.weights import bind_tables
+from trnc.models.weights import bind_tables, bind_weights
 from trnc.presets import Preset
+from trnc.runtime.start import open_model
 
 
 def draw_weights(plan: Plan, seed: int) -> dict[str, Tensor]:
@@ -31,6 +32,17 @@ def draw_weights(plan: Plan, seed: int) -> dict[str, Tensor]:
                 if name.startswith("weight.") and name not in tensors:
                     tensors[name] = _weight(name, spec, plan, generator)
     return tensors
+
+
+def read_weights(plan: Plan, model: str) -> dict[str, Tensor]:
+    """Return the same tensors as a checkpoint has them."""
+    config = plan.config
+    weights = open_model(model, report=print).weights
+    with torch.inference_mode():
+        bound = bind_weights(
+            weights, config.model, config.formats, max_context=config.preset.positions
+        )
+        return dict(bound)
 
 
 def _weight(name: str, spec: TensorSpec, plan: Plan, generator: torch.Generator) -> Tensor:
