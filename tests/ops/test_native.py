@@ -45,15 +45,16 @@ def test_targets_agree(by_target: dict[str, dict[str, Tensor]]) -> None:
 
     Integer sums are exact everywhere, so the bound needs no term for the quantised activations.
     Weights of int8 attention are rounded to 15 bits after an exp, whose last bit may move one by a
-    step.
+    step. A matrix unit rounds rows for bf16 weights to 17 bits and adds up in its own order.
     """
     best, *others = by_target
     for other in others:
         for name, wanted in by_target[best].items():
             got = by_target[other][name]
-            if other == "generic":
+            by_unit = best == "amx" and name == "linear bf16"
+            if other == "generic" or by_unit:
                 scale = wanted.abs().amax(dim=1, keepdim=True)
-                bound = 3e-5 if name.startswith("attention torch.int8") else 3e-6
+                bound = 3e-5 if by_unit or name.startswith("attention torch.int8") else 3e-6
                 assert ((got - wanted).abs() <= bound * scale).all(), name
             else:
                 assert torch.equal(got, wanted), f"{other} differs from {best} in {name}"

@@ -37,7 +37,10 @@ def random_rows(t: int, k: int, seed: int = 0) -> Tensor:
 
 def error_bound(x: Tensor, dense: Tensor, format: str) -> Tensor:
     """What the docstring of trnc.ops.linear allows, plus f32 rounding of the sums. [T, N] f64."""
-    rounding = 1e-6 * (x.double().abs() @ dense.double().abs().T)
+    products = x.double().abs() @ dense.double().abs().T
+    rounding = 1e-6 * products
+    if format == "bf16":
+        return rounding + 2.0**-17 * products
     if format not in GROUPED:
         return rounding
     steps = _spans(x.double()).abs().amax(dim=2) / 2032

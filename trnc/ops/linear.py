@@ -3,8 +3,9 @@
 For grouped formats the native `linear` quantises each row of activations, in spans of six groups of
 32, to 12 bits (scale = largest magnitude / 2032), multiplies integers exactly and adds up groups,
 then spans, in order in f32. So it differs from the reference, which does not quantise activations,
-by at most sum over spans of (scale / 2) * sum |w|, plus rounding. A row's bits never depend on
-other rows.
+by at most sum over spans of (scale / 2) * sum |w|, plus rounding. For bf16 weights it rounds
+activations to two bf16 where a matrix unit multiplies these, an error of at most 2^-17 * sum |x w|.
+A row's bits never depend on other rows.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Target:
 
 
 # Features whose flag is not their name without underscores.
-_FLAGS = {"amx_tile": "amx-tile", "amx_int8": "amx-int8"}
+_FLAGS = {"amx_tile": "amx-tile", "amx_int8": "amx-int8", "amx_bf16": "amx-bf16"}
 
 
 def _x86(name: str, *features: str) -> Target:
@@ -62,7 +62,7 @@ _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "fma", 
 
 # Best first.
 TARGETS = (
-    _x86("amx", *_AVX512, "avx512_bf16", "amx_tile", "amx_int8"),
+    _x86("amx", *_AVX512, "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"),
     _x86("avx512", *_AVX512),
     _x86("avxvnni", "avx2", "fma", "f16c", "avx_vnni"),
     _x86("avx2", "avx2", "fma", "f16c"),

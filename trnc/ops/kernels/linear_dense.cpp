@@ -1,6 +1,7 @@
 // f32 and bf16 weights: lanes are output features, and each adds up its products over k in sequence with
-// one fma each. bf16 is widened exactly.
+// one fma each. bf16 is widened exactly, where no matrix unit multiplies it as it is.
 #include "buffer.h"
+#include "linear_bf16.h"
 #include "parallel.h"
 #include "tiles.h"
 
@@ -106,6 +107,9 @@ void run(const Linear& op, int64_t ldw) {
 void linear_dense(const Linear& op, Format format) {
   if (op.rows == 0) return;
   const Linear plain = with_streams(with_prepared_rows(op));
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
+  if (format == Format::bf16 && has_matrix_unit()) return linear_bf16_by_matrix(plain);
+#endif
   const int64_t ldw = tile_bytes(format, op.in_features);
   return format == Format::f32 ? run<F32>(plain, ldw) : run<BF16>(plain, ldw);
 }

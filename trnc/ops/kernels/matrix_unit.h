@@ -1,4 +1,4 @@
-// The matrix unit of x86 (AMX, int8): eight tile registers of 16 rows x 64 bytes for each thread.
+// The matrix unit of x86 (AMX): eight tile registers of 16 rows x 64 bytes for each thread.
 //
 //   kMatrixUnit    whether this build may use it; has_matrix_unit() whether this process may
 //   MatrixUnit     configures the tiles of the calling thread while it lives
@@ -29,13 +29,13 @@ inline bool has_matrix_unit() {
 
 class MatrixUnit {
  public:
-  // Registers 0, 1, 4 and 5 are sums of 16 rows; 3 and 7 have 16 rows of `bytes`, which are multiplied at once with the
-  // fours of bytes that registers 2 and 6 have for 16 columns.
-  explicit MatrixUnit(int bytes) {
+  // Registers 0, 1, 4 and 5 are sums of `rows` rows; 3 and 7 have as many rows of `bytes`, which are multiplied at once
+  // with the fours of bytes that registers 2 and 6 have for 16 columns.
+  explicit MatrixUnit(int bytes, int rows = 16) {
     Config config{};
     config.palette = 1;
     for (int i = 0; i < 8; ++i) {
-      config.rows[i] = static_cast<uint8_t>(i % 4 == 2 ? bytes / 4 : 16);
+      config.rows[i] = static_cast<uint8_t>(i % 4 == 2 ? bytes / 4 : rows);
       config.bytes[i] = static_cast<uint16_t>(i % 4 == 3 ? bytes : 64);
     }
     asm volatile("ldtilecfg %0" ::"m"(config));  // the intrinsic hides from gcc 11 and 12 that it reads memory
@@ -78,6 +78,12 @@ void tile_add_signed() {
 template <int Sum, int A, int B>
 void tile_add_unsigned() {
   asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(A), "i"(B));
+}
+
+// Sum += A times B, pairs of bf16 in every four bytes.
+template <int Sum, int A, int B>
+void tile_add_bf16() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(A), "i"(B));
 }
 
 #else
