@@ -117,7 +117,8 @@ def test_experts_are_close_to_the_reference(formats: tuple[str, str]) -> None:
     out = experts(x, ids, weights, *arguments)
     with reference_mode():
         wanted = experts(x.double(), ids, weights.double(), *arguments)
-    torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-3)
+    step = 2.0**-17 if "bf16" in formats else 2.0**-23  # of the activations of either layer
+    assert ((out - wanted).abs() <= 16 * step * wanted.abs().amax(dim=1, keepdim=True)).all()
 
 
 @pytest.mark.parametrize("format", ["f32", "i4g32", "i8g32"])

@@ -16,7 +16,7 @@ namespace trnc {
 namespace {
 
 constexpr int kRows = kWide ? 8 : 4;         // rows of a vector kernel that share one unpacking of the weights
-constexpr int64_t kVectorRows = 12;          // so few rows do not repay what the matrix unit needs unpacked
+constexpr int64_t kVectorRows = 8;           // so few rows do not repay what the matrix unit needs unpacked
 constexpr int64_t kChunkBytes = 256 * 1024;  // quantised rows that stay in L2 while tiles stream
 constexpr int64_t kPairBlocks = 3;           // blocks from which on two tiles repay sharing what is loaded of rows
 constexpr int64_t kGrainElements = 2048;     // elements that are worth waking a thread for, to quantise
