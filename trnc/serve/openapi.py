@@ -22,6 +22,12 @@ from trnc.serve.errors import AnthropicErrorBody, ErrorBody, is_anthropic
 
 _REF = "#/components/schemas/{name}"
 _JSON = "application/json"
+# OpenAPI 3.1 has no word for a stream's events; tools take the schema for that of each.
+_EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 Json = dict[str, Any]
 
 
@@ -139,7 +145,7 @@ def _responses(route: Route, operation: Operation, schemas: Mapping[Any, Json]) 
     if operation.answer is not None:
         content[_JSON] = {"schema": schemas[str(operation.answer)]}
     if operation.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": _EVENT}
     error = AnthropicErrorBody if is_anthropic(route.path) else ErrorBody
     failed = {"description": "What is wrong", "content": {_JSON: {"schema": schemas[str(error)]}}}
     answered = {"description": operation.summary, **({"content": content} if content else {})}
